@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import sys
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -214,12 +214,12 @@ def user_frame(libraries: frozenset[str] = _OURS) -> tuple[FrameType | None, str
     Args:
         libraries: packages whose frames are not the user's.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     called = ""
     while frame is not None:
         module: str = frame.f_globals.get("__name__", "")
         root = module.partition(".")[0]
-        if root not in libraries:
+        if root not in libraries and frame.f_code is not user_frame.__code__:
             return frame, called
         if root and not frame.f_code.co_name.startswith("<"):
             called = frame.f_code.co_name

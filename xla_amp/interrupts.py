@@ -16,8 +16,8 @@ import _signal  # type: ignore[import-not-found]
 import _thread
 import ctypes
 import functools
+import inspect
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -49,10 +49,15 @@ class Lock(_thread.RLock):  # type: ignore[misc]
 
     def held(self) -> bool:
         """Whether this thread holds the lock."""
-        return bool(self._is_owned())  # type: ignore[attr-defined]
+        try:
+            _owned.notify(0)
+        except RuntimeError:
+            return False
+        return True
 
 
 lock = Lock()
+_owned = threading.Condition(lock)  # refuses to notify unless this thread holds the lock
 
 
 class Handler:
@@ -84,7 +89,8 @@ def deliver() -> None:
         handler, signum = _waiting.pop(0)
         if _waiting:  # this one may raise
             _call_between_bytecodes(_delivery)
-        handler.user(signum, sys._getframe(1))
+        frame = inspect.currentframe()
+        handler.user(signum, frame and frame.f_back)
 
 
 def deferred(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

@@ -127,6 +127,13 @@ def test_uses_are_found(source: str, expected: list[str]) -> None:
     assert sorted({name for name, _ in private_names.uses(source)}) == expected
 
 
+def test_one_function_counts_references() -> None:
+    sources = {path: (ROOT / path).read_text("utf-8") for path in modules().values()}
+    assert [path for path, source in sources.items() if "sys.getrefcount" in source] == [
+        "xla_amp/lazy/programs/execute.py"
+    ]
+
+
 def test_the_page_tells_the_number() -> None:
     text = (ROOT / "docs" / "limits.md").read_text("utf-8")
     [number] = re.findall(r"uses (\d+)\s+private\s+names\s+of\s+torch,\s+JAX\s+and\s+CPython", text)

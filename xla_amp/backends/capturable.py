@@ -115,11 +115,11 @@ def _sparse_adam_one(
     group: Mapping[str, Any], parameter: torch.Tensor, gradient: torch.Tensor, state: Any, beta1: float, beta2: float
 ) -> None:
     def sparse_like_gradient(values: torch.Tensor) -> torch.Tensor:
-        return torch.sparse_coo_tensor(gradient._indices(), values, parameter.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(gradient.indices(), values, parameter.shape, check_invariants=False)
 
-    values = -gradient._values() if group["maximize"] else gradient._values()
+    values = -gradient.values() if group["maximize"] else gradient.values()
     average, squares = state["exp_avg"], state["exp_avg_sq"]
-    old_average, old_squares = average.sparse_mask(gradient)._values(), squares.sparse_mask(gradient)._values()
+    old_average, old_squares = average.sparse_mask(gradient).values(), squares.sparse_mask(gradient).values()
     average_change = (values - old_average) * (1 - beta1)
     squares_change = (values.pow(2) - old_squares) * (1 - beta2)
     average.add_(sparse_like_gradient(average_change))

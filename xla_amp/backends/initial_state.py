@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from xla_amp.backends import devices
+from xla_amp.backends.trees import tree_map_only
 
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have their state, or make it in a step."""

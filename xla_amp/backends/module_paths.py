@@ -8,10 +8,9 @@ global hooks then follow every ``Module.__call__``; otherwise no hook is install
 from __future__ import annotations
 
 import dataclasses
-import sys
+import inspect
 import threading
 import weakref
-from types import FrameType
 from typing import Any
 
 import torch
@@ -135,7 +134,7 @@ _CALL = torch.nn.Module.__call__.__code__
 def running() -> list[torch.nn.Module]:
     """Modules whose call is on this thread's Python stack, outermost first; needs no `acquire`."""
     found = []
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is _CALL:
             found.append(frame.f_locals["self"])

@@ -152,8 +152,7 @@ def _device_option(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None
         return None
     parameters = group["params"]
     if group.get("capturable") is False:
-        supported = _capturable_devices()
-        return "capturable" if all(parameter.device.type in supported for parameter in parameters) else None
+        return "capturable" if all(devices.is_xla(parameter.device.type) for parameter in parameters) else None
     # Adagrad has no `capturable`, but its fused kernel takes the count as a tensor.
     adagrad = any(c.__name__ == "Adagrad" and initial_state.is_torchs(c) for c in type(optimizer).__mro__)
     if adagrad and not group["fused"] and all(_fits_fused_kernels(parameter) for parameter in parameters):
@@ -163,13 +162,6 @@ def _device_option(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None
 
 def _fits_fused_kernels(parameter: torch.Tensor) -> bool:
     return parameter.is_floating_point() and not (parameter.grad is not None and parameter.grad.is_sparse)
-
-
-def _capturable_devices() -> Sequence[str]:
-    from torch.optim import optimizer
-
-    find = getattr(optimizer, "_get_capturable_supported_devices", None)
-    return find() if find is not None else ()
 
 
 _warned: set[type] = set()

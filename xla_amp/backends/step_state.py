@@ -22,9 +22,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from xla_amp.backends import base, devices
+from xla_amp.backends.trees import tree_leaves, tree_map
 
 Path = tuple[Any, ...]
 """Where a value of an optimizer is: (parameter or number of the group, name), and an index if it is in a container."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 from jax._src import pjit as private_pjit
-from jax._src import shard_map as private_shard_map
 from jax._src.interpreters import ad as private_ad
 from jax.extend import core as extended
 from jax.extend import linear_util as lu
@@ -470,7 +469,7 @@ def varying_axes(value: Any) -> frozenset[Any]:
 
 def values_of_shards(value: Any) -> Any:
     """`value`; inside of a `jax.shard_map` that runs eagerly, the array of all devices' values."""
-    return value.val if isinstance(value, private_shard_map.ShardMapTracer) else value
+    return getattr(value, "val", value) if isinstance(value, jax.core.Tracer) else value
 
 
 def is_array(value: Any) -> bool:

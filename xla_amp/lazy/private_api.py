@@ -77,7 +77,7 @@ def require_free_slot(name: str) -> None:
     Raises:
         DeviceError: naming the backend that holds the slot.
     """
-    taken = torch._C._get_privateuse1_backend_name()
+    taken = torch.device("privateuseone").type  # the backend's name, once there is one
     if taken != "privateuseone" or hasattr(torch, "privateuseone"):
         raise DeviceError(
             f"cannot start the device {name!r}: torch has one slot for an out-of-tree device (PrivateUse1) and the "
@@ -196,12 +196,11 @@ def exit_functions() -> list[Any]:
     return [api.clean_up, dispatch.wait_for_tokens]
 
 
-def keep_backends() -> None:
-    """Keeps JAX's clients until the process ends: nothing destroys them."""
-    from jax._src import xla_bridge
+def clients() -> list[Any]:
+    """JAX's clients, one for each platform."""
+    from jax.extend import backend
 
-    for client in xla_bridge._backends.values():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+    return [*backend.backends().values()]
 
 
 @contextlib.contextmanager
@@ -339,7 +338,7 @@ def _function_at(file: str, line: int, name: str) -> Any:
 
 def process_group(boxed: Any) -> Any:
     """A process group, as an operation of torch's library ``c10d`` receives it."""
-    return torch._C._distributed_c10d.ProcessGroup.unbox(boxed)
+    return torch.distributed.ProcessGroup.unbox(boxed)
 
 
 def finished_work(result: Any = None) -> Any:

@@ -162,13 +162,15 @@ def _replaced(exported: Any, module: ir.MlirModule, *, keep_vjp: bool = False) -
     for index, kind in zip(kept, signature.inputs[leading:], strict=True):
         inputs[index] = _retyped(inputs[index], kind)
     outputs = map(_retyped, exported.out_avals, signature.outputs[results:])
-    vjp = exported._get_vjp if keep_vjp else None
+    if not keep_vjp:
+        from jax import export
+
+        exported = export.deserialize(bytearray(exported.serialize(vjp_order=0)))
     return dataclasses.replace(
         exported,
         mlir_module_serialized=exported.mlir_module_serialized if keep_vjp else artifact(module),
         in_avals=tuple(inputs),
         out_avals=tuple(outputs),
-        _get_vjp=vjp,
     )
 
 

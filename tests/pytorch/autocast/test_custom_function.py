@@ -10,7 +10,7 @@ import torch
 
 import xla_amp
 from xla_amp import autocast, custom_bwd, custom_fwd, is_autocast_available, policy
-from xla_amp.errors import DeviceError
+from xla_amp.errors import DeviceError, XlaAmpError
 
 LOW, FULL = torch.bfloat16, torch.float32
 
@@ -118,6 +118,22 @@ def test_what_is_no_device(decorator):
         decorator(device_type=3)
     with pytest.raises(TypeError, match="device_type"):
         decorator(lambda ctx: None)
+
+
+def test_backward_needs_our_forward(device):
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        @custom_bwd(device_type=device)
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    y = Double.apply(torch.ones(2, device=device, requires_grad=True))
+    with pytest.raises(XlaAmpError, match=r"Double.backward: forward was not decorated with xla_amp.custom_fwd"):
+        y.sum().backward()
 
 
 def test_xla_by_name():

@@ -7,9 +7,9 @@ from itertools import starmap
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from xla_amp import config
+from xla_amp.backends.trees import tree_leaves
 from xla_amp.lazy.capture.guards import Guards
 from xla_amp.lazy.capture.numbers import ReplayNumbers
 from xla_amp.lazy.capture.reach import NotReplayableError, Values

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from torch.utils._pytree import tree_flatten
 
 from xla_amp import events, interrupts
 from xla_amp import policy as policies
 from xla_amp.backends import base
+from xla_amp.backends.trees import tree_flatten
 from xla_amp.errors import CaptureError, DeviceError
 from xla_amp.lazy.capture.cache_entry import CacheEntry
 from xla_amp.lazy.capture.guards import Guards
@@ -162,7 +161,7 @@ class Compiled(Generic[_Arguments, _Result]):
 
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         # The last three see all operations, of which a replay has none.
-        watched = events.decided.listeners or execute.flush_begins.listeners or is_in_torch_dispatch_mode()
+        watched = events.decided.listeners or execute.flush_begins.listeners or torch._C._len_torch_dispatch_stack()
         if self._given_up or trace.eager or watched:
             return self._step(*args, **kwargs)
         flat_args, tree = tree_flatten((args, kwargs))

@@ -294,7 +294,7 @@ class Walk:
     def _scheduler(self, value: Any, label: str) -> None:
         self._add(*identity(value), label)
         if not self._names.isdisjoint(("get_last_lr", "_last_lr", "get_lr")):
-            self._value(value._last_lr, f"{label}.get_last_lr()")
+            self._value(value.get_last_lr(), f"{label}.get_last_lr()")
 
     def _wrapped(self, value: Any, label: str) -> None:
         inner = getattr(value, "__wrapped__", None)

@@ -13,8 +13,8 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from xla_amp.backends.trees import tree_flatten, tree_unflatten
 from xla_amp.errors import StepFailedError
 from xla_amp.lazy.capture.reach import NotReplayableError
 from xla_amp.lazy.capture.recording import Recording, Target, first_difference

@@ -30,10 +30,9 @@ import jax
 import torch
 from jax.sharding import SingleDeviceSharding
 from torch.optim import Optimizer
-from torch.utils import _pytree
 
 from xla_amp import config
-from xla_amp.backends import devices
+from xla_amp.backends import devices, trees
 from xla_amp.errors import DeviceError, FileError, MissingLibraryError, XlaAmpError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import checkpoint_digests, checkpoint_folder, processes
@@ -188,7 +187,7 @@ def _begin(call: str, state: Mapping[str, Any], path: str | os.PathLike[str]) ->
         return written[key]
 
     try:
-        structure = _pytree.tree_map(detach, {name: _state_of(value) for name, value in state.items()})
+        structure = trees.tree_map(detach, {name: _state_of(value) for name, value in state.items()})
         checkpoint_folder.require_readable(structure)
     except FileError as error:
         raise FileError(f"{named}: {error}") from error.__cause__
@@ -312,7 +311,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
     structure = checkpoint_folder.read_structure(folder, facts)
     if missing := [name for name in state if name not in structure]:
         raise KeyError(f"{call}: it holds {list(structure)}, and nothing named {missing}")
-    leaves, tree = _pytree.tree_flatten_with_path(structure)
+    leaves, tree = trees.tree_flatten_with_path(structure)
     layouts = {name: _layouts(value) for name, value in state.items()}
     wanted: dict[str, jax.ShapeDtypeStruct] = {}
     marked: dict[int, Any] = {}
@@ -327,7 +326,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
             with private_api.x64():
                 shape, dtype = tuple(leaf.shape), TO_NUMPY[leaf.dtype]
                 wanted[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-            marked[id(leaf)], keys[name] = layout, _pytree.keystr(where)
+            marked[id(leaf)], keys[name] = layout, trees.keystr(where)
     try:
         with private_api.x64(), orbax.PyTreeCheckpointer() as reader:
             arguments = {
@@ -353,7 +352,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
         if layout is not None:
             mesh.set_sharding(tensor_io.buffer_of(read[key]), layout)
     values = [_read(leaf, read) for _, leaf in leaves]
-    loaded: dict[str, Any] = _pytree.tree_unflatten(values, tree)
+    loaded: dict[str, Any] = trees.tree_unflatten(values, tree)
     del read, values
     _apply(state, loaded)
     return loaded
@@ -365,7 +364,7 @@ def _apply(state: Mapping[str, Any], loaded: dict[str, Any]) -> None:
     try:
         for name, value in state.items():
             if hasattr(value, "load_state_dict"):
-                before[name] = _pytree.tree_map(_kept, value.state_dict())
+                before[name] = trees.tree_map(_kept, value.state_dict())
                 value.load_state_dict(loaded.pop(name))
             elif isinstance(value, torch.Tensor):
                 before[name] = _kept(value)
@@ -452,7 +451,7 @@ def _layouts(value: Any) -> Callable[[tuple[Any, ...], torch.Tensor], Any]:
             return mesh.sharding_of(tensor_io.buffer_of(parameter))
 
         return parameter_layout
-    present, _ = _pytree.tree_flatten_with_path(_state_of(value))
+    present, _ = trees.tree_flatten_with_path(_state_of(value))
     layouts = {where: mesh.sharding_of(tensor_io.buffer_of(tensor)) for where, tensor in present if _is_lazy(tensor)}
     return lambda where, leaf: layouts.get(where)
 

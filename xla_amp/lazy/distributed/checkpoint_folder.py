@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
 from xla_amp import files
+from xla_amp.backends import trees
 from xla_amp.errors import FileError
 
 ARRAYS, STRUCTURE, _FACTS, _OWNER = "arrays", "structure.pt", "checkpoint.json", "owner"
@@ -108,7 +108,7 @@ def require_readable(structure: Mapping[str, Any]) -> None:
         FileError: it does not; names the first key.
     """
     # Plain tensors are read; copying them would cost memory.
-    outline = _pytree.tree_map(lambda leaf: None if _is_plain(leaf) else leaf, structure)
+    outline = trees.tree_map(lambda leaf: None if _is_plain(leaf) else leaf, structure)
     if _refusal(outline) is None:
         return
     key, value, error = _first_refused("", outline)

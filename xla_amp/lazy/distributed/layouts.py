@@ -17,10 +17,9 @@ import jax
 import torch
 from jax.sharding import Mesh
 from torch import nn
-from torch.utils import _pytree
 
 from xla_amp import events
-from xla_amp.backends import base, devices
+from xla_amp.backends import base, devices, trees
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.distributed import same_values, spmd
 from xla_amp.lazy.graph.trace import trace
@@ -204,7 +203,7 @@ def shard(model: nn.Module, mesh: Mesh, recipe: str) -> Layout:
     for module in model.modules():
         mine = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         marks = [specs.get(id(value), ()) for value in mine]
-        module._apply(lambda value: value.to(device), recurse=False)
+        _move(module, device)
         now = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if meshes.spans_processes():
             _equalize(now)
@@ -326,6 +325,16 @@ def _role(
     return None, _UNEVEN
 
 
+def _move(module: torch.nn.Module, device: torch.device) -> None:
+    """Moves one module to the device, without the modules in it."""
+    for parameter in module.parameters(recurse=False):
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = parameter.data.to(device)
+        parameter.grad = None if gradient is None else gradient.to(device)
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        setattr(module, name, buffer.to(device))
+
+
 def _equalize(values: Sequence[torch.Tensor]) -> None:
     """Gives parameters and buffers that are not the same in all processes the values of process 0."""
     with trace.lock:
@@ -355,7 +364,7 @@ class _Batches:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Splits the batch."""
         self._extents = ()
-        for value in _pytree.tree_leaves((args, kwargs)):
+        for value in trees.tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE and value.layout is torch.strided:
                 self._split(value)
 

@@ -18,9 +18,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils import _pytree
 
-from xla_amp.backends import base, devices, module_paths
+from xla_amp.backends import base, devices, module_paths, trees
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes, same_values
@@ -283,7 +282,7 @@ def global_batch(batch: Any, mesh: Mesh, spec: Sequence[Axis]) -> Any:
         meshes.set_sharding(tensor_io.buffer_of(result), layout)
         return result
 
-    return _pytree.tree_map(spread, batch)
+    return trees.tree_map(spread, batch)
 
 
 def _global_shape(local: tuple[int, ...], mesh: Mesh, spec: Sequence[Axis]) -> tuple[tuple[int, ...], NamedSharding]:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch._prims.rng_prims as rng_prims
-from torch._dynamo.backends.common import aot_autograd
+from functorch.compile import aot_module_simplified, make_boxed_func  # type: ignore[import-untyped]
 
 from xla_amp import policy as policies
 from xla_amp.backends import base
@@ -94,10 +93,12 @@ def _trace(graph: torch.fx.GraphModule, inputs: Sequence[Any], rules: Policy | N
             f"torch.compile(backend='xla_amp'): the policy {rules.name!r} has rules for modules, and a compiled graph "
             "has operations only. Use xla_amp.compile(step), or rules without module patterns"
         )
-    compiled: Compiled = aot_autograd(fw_compiler=_forward, bw_compiler=_backward, inference_compiler=_backward)(
-        graph, list(inputs)
+    backward = torch.compiler.disable(_backward)
+    compiled = aot_module_simplified(
+        graph, list(inputs), fw_compiler=_forward, bw_compiler=backward, inference_compiler=_backward
     )
-    return compiled
+    disabled: Compiled = torch.compiler.disable(compiled)
+    return disabled
 
 
 class _GraphInterpreter(torch.fx.Interpreter):
@@ -109,9 +110,9 @@ class _GraphInterpreter(torch.fx.Interpreter):
         A traced view may be one of strides that only torch's own devices have.  Random states around an operation,
         for checkpointed parts of a model, are those of the device's generator.
         """
-        if target is rng_prims.run_and_save_rng_state:
+        if target is torch.ops.higher_order.run_and_save_rng_state:
             return generator.get_rng_state(), super().call_function(args[0], args[1:], kwargs)
-        if target is rng_prims.run_with_rng_state:
+        if target is torch.ops.higher_order.run_with_rng_state:
             now = generator.state()
             generator.set_rng_state(args[0])
             result = super().call_function(args[1], args[2:], kwargs)
@@ -132,18 +133,19 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def _backward(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-    return recorded(_GraphInterpreter(graph).run)
+    boxed: Compiled = make_boxed_func(recorded(_GraphInterpreter(graph).run))
+    return boxed
 
 
 def _forward(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
     run = recorded(_GraphInterpreter(graph).run)
 
-    def begin(arguments: list[Any]) -> Any:
+    def begin(*arguments: Any) -> Any:
         step_marker.graph_begins()
-        return run(arguments)
+        return run(*arguments)
 
-    begin._boxed_call = True  # type: ignore[attr-defined]
-    return begin
+    boxed: Compiled = make_boxed_func(begin)
+    return boxed
 
 
 step_marker.keep_hook()

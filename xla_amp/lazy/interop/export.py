@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch.utils import _pytree
 
 from xla_amp import events
-from xla_amp.backends import base
+from xla_amp.backends import base, trees
 from xla_amp.errors import CaptureError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer
@@ -118,8 +117,8 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
     run = recorder.only()
     program = _located(run, locations)
     returned = [
-        ("output" + _pytree.keystr(path), leaf)
-        for path, leaf in _pytree.tree_flatten_with_path(result)[0]
+        ("output" + trees.keystr(path), leaf)
+        for path, leaf in trees.tree_flatten_with_path(result)[0]
         if _is_lazy(leaf)
     ]
     arguments = [names[id(tensor_io.buffer_of(tensor))] for tensor in _tensors((args, kwargs))]
@@ -268,16 +267,16 @@ def _is_lazy(value: Any) -> bool:
 
 
 def _tensors(tree: Any) -> Sequence[torch.Tensor]:
-    return [leaf for leaf in _pytree.tree_leaves(tree) if _is_lazy(leaf)]
+    return [leaf for leaf in trees.tree_leaves(tree) if _is_lazy(leaf)]
 
 
 def _named_arguments(step: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
     called = step.forward if isinstance(step, torch.nn.Module) else step
     bound = inspect.signature(called).bind(*args, **kwargs).arguments
     for argument, value in bound.items():
-        for path, leaf in _pytree.tree_flatten_with_path(value)[0]:
+        for path, leaf in trees.tree_flatten_with_path(value)[0]:
             if _is_lazy(leaf):
-                yield argument + _pytree.keystr(path), leaf
+                yield argument + trees.keystr(path), leaf
 
 
 def _named_state(step: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -307,6 +306,6 @@ def _state(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 if _is_lazy(tensor):
                     yield f"{prefix}state[{number}].{key}", tensor
     elif isinstance(value, list | tuple | dict):
-        for path, leaf in _pytree.tree_flatten_with_path(value)[0]:
+        for path, leaf in trees.tree_flatten_with_path(value)[0]:
             if _is_lazy(leaf):
-                yield name + _pytree.keystr(path), leaf
+                yield name + trees.keystr(path), leaf

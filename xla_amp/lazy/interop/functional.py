@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch.utils import _pytree
 
-from xla_amp.backends import base
+from xla_amp.backends import base, trees
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH
 from xla_amp.lazy.interop.arrays import array_behind
@@ -141,7 +140,7 @@ class _ModuleCall:
         """What the module returned, with arrays for tensors."""
         arrays = iter(results)
         return _as_dicts(
-            _pytree.tree_unflatten([next(arrays) if x is _TENSOR else x for x in self._result_items], self._result_tree)
+            trees.tree_unflatten([next(arrays) if x is _TENSOR else x for x in self._result_items], self._result_tree)
         )
 
     def _forward(self, params: Any, inputs: Any, buffers: Any, words: Any) -> Any:
@@ -206,7 +205,7 @@ class _ModuleCall:
         args, kwargs = jax.tree.unflatten(self._argument_tree, filled)
         named = dict(zip((*self._params, *self._buffers), tensors[:last], strict=True))
         result = torch.func.functional_call(self._module, named, args, kwargs)
-        flat, self._result_tree = _pytree.tree_flatten(result)
+        flat, self._result_tree = trees.tree_flatten(result)
         self._result_items = [_TENSOR if _is_lazy(x) else x for x in flat]
         return [x for x in flat if _is_lazy(x)], state, sources
 

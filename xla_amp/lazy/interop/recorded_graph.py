@@ -27,17 +27,15 @@ _MOST = 64
 """Recordings of a graph that are kept: one for each combination of its inputs' geometries."""
 
 
-def recorded(graph: Callable[..., Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
-    """A function for AOTAutograd: takes a list of arguments, which it empties, and returns the graph's results.
+def recorded(graph: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    """A function with the arguments and results of a graph, for AOTAutograd.
 
     `graph` is functional: it depends on its arguments only.
     """
     recordings: dict[Hashable, _Recording | None] = {}
     """By what shapes the recording; None if the operations cannot be copied."""
 
-    def run(arguments: list[Any]) -> Sequence[Any]:
-        values = tuple(arguments)
-        arguments.clear()
+    def run(*values: Any) -> Sequence[Any]:
         with trace.lock:
             flush_if_full()
             inputs = _Inputs.read(values)
@@ -51,7 +49,6 @@ def recorded(graph: Callable[..., Sequence[Any]]) -> Callable[[list[Any]], Seque
             results, recordings[inputs.key] = _record(graph, inputs, values)
             return results
 
-    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 

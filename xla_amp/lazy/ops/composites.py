@@ -21,6 +21,8 @@ _TRACED = (FakeTensor, FunctionalTensor)
 """What torch.compile traces with."""
 KERNELS = KernelTable()
 """ATen name -> function for tensors of the device, with or without gradients."""
+WITH_KEYSET = frozenset({"_scaled_dot_product_fused_attention_overrideable_backward"})
+"""Those that also take the dispatcher's key set, first."""
 
 
 def is_transformed(*tensors: torch.Tensor) -> bool:
@@ -29,19 +31,20 @@ def is_transformed(*tensors: torch.Tensor) -> bool:
     These support torch's decomposed operations only: ours have no batching rule and no forward derivative.
     torch.compile knows these operations, and its graphs run on the device.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    if torch._guards.TracingContext.try_get() is not None:
-        return not all(isinstance(x, _TRACED) for x in tensors)
+    if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        return True
+    if all(isinstance(x, _TRACED) for x in tensors):
+        return False
     return torch._C._len_torch_dispatch_stack() > 0 or any(type(x) not in PLAIN for x in tensors)
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
 
 _attention: Callable[..., tuple[torch.Tensor, ...]] = aten._scaled_dot_product_fused_attention_overrideable.default
-_attention_backward: Callable[..., tuple[torch.Tensor | None, ...]] = (
-    aten._scaled_dot_product_fused_attention_overrideable_backward.default
-)
+_attention_backward: Any = aten._scaled_dot_product_fused_attention_overrideable_backward.default.redispatch
+_BELOW = torch._C._dispatch_keyset_full_after(torch.DispatchKey.AutogradPrivateUse1)
 _composite_attention: Callable[..., torch.Tensor] = aten.scaled_dot_product_attention.default.decompose
 _FUSED = [getattr(torch._C, f"_get_{name}_sdp_enabled") for name in ("overrideable", "flash", "mem_efficient", "cudnn")]
 """Whether the user allows each kind of fused attention (``torch.nn.attention.sdpa_kernel``); ours runs if any is."""
@@ -87,6 +90,7 @@ def _scaled_dot_product_attention(
 
 @KERNELS.implements("_scaled_dot_product_fused_attention_overrideable_backward")
 def _differentiable_attention_backward(
+    keyset: torch.DispatchKeySet,
     grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -108,10 +112,9 @@ def _differentiable_attention_backward(
     operands = [query, key, value] if bias is None else [query, key, value, bias]
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (grad, *operands))):
         sizes = (cum_seq_q, cum_seq_k, max_q, max_k)
-        with torch._C._AutoDispatchBelowAutograd():
-            return _attention_backward(
-                grad, *operands[:3], bias, wanted, output, logsumexp, *sizes, dropout_p, is_causal, *seed, scale=scale
-            )
+        arguments = (grad, *operands[:3], bias, wanted, output, logsumexp, *sizes, dropout_p, is_causal, *seed)
+        results: tuple[torch.Tensor | None, ...] = _attention_backward(keyset & _BELOW, *arguments, scale=scale)
+        return results
     if dropout_p > 0:
         raise RuntimeError(
             "scaled_dot_product_attention with dropout cannot be differentiated twice as one operation; call it inside "

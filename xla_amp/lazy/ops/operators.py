@@ -33,8 +33,8 @@ def find(name: str) -> Any | None:
 
 def on_key(name: str, dispatch_key: str) -> Callable[..., Any]:
     """The kernel that torch has for an operator on another dispatch key."""
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
-    return functools.partial(find(name)._handle.redispatch_boxed, keys)  # type: ignore[union-attr]
+    keys = torch.DispatchKeySet(getattr(torch.DispatchKey, dispatch_key))
+    return functools.partial(find(name).redispatch, keys)  # type: ignore[union-attr]
 
 
 def functional_arguments(operator: Any) -> list[tuple[str, str]]:

@@ -152,8 +152,8 @@ def _network(
 _MODES = {"gru": aten.gru.input, "lstm": aten.lstm.input, "relu": aten.rnn_relu.input, "tanh": aten.rnn_tanh.input}
 # Not `decompose`, which takes torch's decomposition in Python: torch 2.11's gives the last states of an LSTM with
 # projections a dimension too many.
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_COMPOSITES = {mode: functools.partial(operator._op_dk, _COMPOSITE) for mode, operator in _MODES.items()}
+_CPU = torch.DispatchKeySet(torch.DispatchKey.CPU)  # its kernel is torch's composite in C++, as for each device
+_COMPOSITES = {mode: functools.partial(operator.redispatch, _CPU) for mode, operator in _MODES.items()}
 KERNELS: dict[str, Callable[..., Any]] = {
     str(operator).removeprefix("aten."): functools.partial(_network, mode, _COMPOSITES[mode])
     for mode, operator in _MODES.items()

@@ -30,6 +30,8 @@ from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 aten = torch.ops.aten
 _copy_sparse: Callable[..., torch.Tensor] = aten.copy_sparse_to_sparse_
 _make_unchecked = operators.on_key("_sparse_coo_tensor_with_dims_and_tensors", "SparseCPU")
+_indices: Callable[..., torch.Tensor] = aten._indices.default
+_values: Callable[..., torch.Tensor] = aten._values.default
 
 FROM_TORCH: Sequence[str] = (
     "_coalesced_",
@@ -107,7 +109,7 @@ def _make(indices: torch.Tensor, values: torch.Tensor, size: Sequence[int], coal
 
 def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """`tensor` with other values."""
-    return _make(tensor._indices(), values, tensor.shape, tensor.is_coalesced())
+    return _make(_indices(tensor), values, tensor.shape, tensor.is_coalesced())
 
 
 def coalesce(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +117,7 @@ def coalesce(tensor: torch.Tensor) -> torch.Tensor:
 
     Half types are summed in float32 and rounded once, as torch does on a GPU.
     """
-    indices, values = tensor._indices(), tensor._values()
+    indices, values = _indices(tensor), _values(tensor)
     sizes = tuple(tensor.shape[: indices.shape[0]])
 
     def emit(positions: jax.Array, entries: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -166,8 +168,8 @@ def _plus(dense: torch.Tensor, tensor: torch.Tensor, alpha: Any) -> tuple[torch.
             f"add: expected 'self' and 'other' to have the same size, but self has size {list(dense.shape)} while "
             f"other has size {list(tensor.shape)} (sparse tensors are not broadcast)"
         )
-    values = tensor._values()
-    return dense, tensor._indices(), values if alpha == 1 else values * alpha
+    values = _values(tensor)
+    return dense, _indices(tensor), values if alpha == 1 else values * alpha
 
 
 def add(self: torch.Tensor, other: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
@@ -192,9 +194,9 @@ def _joined(self: torch.Tensor, other: torch.Tensor, alpha: Any) -> torch.Tensor
     if not other.is_sparse:
         raise RuntimeError("add(sparse, dense) is not supported. Use add(dense, sparse) instead.")
     _plus(self, other, 1)
-    indices = torch.cat([self._indices(), other._indices()], 1)
-    other_values = other._values() if alpha == 1 else other._values() * alpha
-    return _make(indices, torch.cat([self._values(), other_values]), self.shape, False)
+    indices = torch.cat([_indices(self), _indices(other)], 1)
+    other_values = _values(other) if alpha == 1 else _values(other) * alpha
+    return _make(indices, torch.cat([_values(self), other_values]), self.shape, False)
 
 
 def _scaled(name: str) -> Callable[..., torch.Tensor]:
@@ -202,7 +204,7 @@ def _scaled(name: str) -> Callable[..., torch.Tensor]:
     operation = getattr(torch.Tensor, name)
 
     def scaled(self: torch.Tensor, other: Any, **options: Any) -> torch.Tensor:
-        values = operation(self._values(), _number(self, other, name), **options)
+        values = operation(_values(self), _number(self, other, name), **options)
         return self if name.endswith("_") else _like(self, values)
 
     return scaled
@@ -227,10 +229,10 @@ def sparse_mask(self: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     def emit(dense: jax.Array, positions: jax.Array) -> tuple[jax.Array]:
         return (dense.at[tuple(positions)].get(mode="fill", fill_value=0),)
 
-    value_spec = spec(tuple(mask._values().shape), self.dtype)
+    value_spec = spec(tuple(_values(mask).shape), self.dtype)
     return _make(
-        mask._indices(),
-        _new("sparse_mask", emit, (value_spec,), self, mask._indices()),
+        _indices(mask),
+        _new("sparse_mask", emit, (value_spec,), self, _indices(mask)),
         mask.shape,
         mask.is_coalesced(),
     )
@@ -256,10 +258,10 @@ def to_copy(
     Called for a CPU tensor too if the target is this device.
     """
     device = self.device if device is None else device
-    values = self._values().to(dtype=dtype or self.dtype, copy=True)
+    values = _values(self).to(dtype=dtype or self.dtype, copy=True)
     if device.type == DEVICE_TYPE:
-        return _make(self._indices().to(device, copy=True), values.to(device), self.shape, self.is_coalesced())
-    indices, values = self._indices().cpu(), values.cpu()
+        return _make(_indices(self).to(device, copy=True), values.to(device), self.shape, self.is_coalesced())
+    indices, values = _indices(self).cpu(), values.cpu()
     used = indices[0] < self.shape[0]
     made = torch.sparse_coo_tensor(
         *(indices[:, used], values[used], self.shape), is_coalesced=self.is_coalesced(), check_invariants=False
@@ -344,7 +346,7 @@ SPARSE_KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "add.Tensor": add,
         "add_.Tensor": add_,
         "copy_": copy_,
-        "neg": lambda self: _like(self, -self._values()),
+        "neg": lambda self: _like(self, -_values(self)),
         "sparse_mask": sparse_mask,
     }
 )

@@ -325,7 +325,7 @@ def into_out(operator: Any, args: Any, kwargs: Any) -> Any:
     for candidate in (getattr(packet, overload) for overload in packet.overloads()):
         extra = [name for name, _ in functional_arguments(candidate)[len(wanted) :]]
         same = functional_arguments(candidate)[: len(wanted)] == wanted
-        ours = torch._C._dispatch_has_kernel_for_dispatch_key(candidate.name(), "PrivateUse1")
+        ours = candidate.has_kernel_for_dispatch_key("PrivateUse1")
         if not ours or not same or extra not in ([], _FACTORY):
             continue  # torch's own functional variant may call this one
         options = dict(kwargs)

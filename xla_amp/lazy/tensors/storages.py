@@ -111,7 +111,8 @@ def clone(original: Callable[..., Any], self: Any) -> UntypedStorage:
 
 def copy_(self: Any, source: Any) -> Any:
     """Overwrites this storage with the bytes of another, of the same size."""
-    source = getattr(source, "_untyped_storage", source)
+    if isinstance(source, torch.storage.TypedStorage):
+        source = source.untyped()
     if self.nbytes() != source.nbytes():
         raise RuntimeError(
             f"storage.copy_: expected a source of {self.nbytes()} bytes, got {source.nbytes()} bytes on {source.device}"

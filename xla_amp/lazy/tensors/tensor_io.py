@@ -264,8 +264,8 @@ def write_out(tensor: torch.Tensor, value_spec: Spec, number: int) -> None:
     write(tensor, number)
 
 
-_set_geometry: Callable[..., torch.Tensor] = torch.ops.aten.set_.source_Storage_storage_offset._handle.redispatch_boxed
-_META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+_set_geometry: Callable[..., torch.Tensor] = torch.ops.aten.set_.source_Storage_storage_offset.redispatch
+_META = torch.DispatchKeySet(torch.DispatchKey.Meta)
 
 
 def set_geometry(

@@ -73,19 +73,20 @@ def install() -> None:
         if self.device in NAMES:
             _same_state(self.device)
             _note_uncast()
-        elif self._enabled:
+        elif torch.is_autocast_enabled(self.device):
             _thread.others.append(None if torch.is_autocast_enabled(DEVICE_TYPE) else _position())
         return entered
 
     @functools.wraps(leave)
     def __exit__(self: Any, kind: Any, error: Any, traceback: Any) -> Any:
+        enabled = torch.is_autocast_enabled(self.device)
         result = leave(self, kind, error, traceback)
         others = _thread.others
         if self.device in NAMES:
             _same_state(self.device)
             if others and others[-1] not in (None, _UNCAST):
                 others[-1] = _position()
-        elif self._enabled and others:
+        elif enabled and others:
             _note_uncast()
             if others.pop() is _UNCAST and kind is None:
                 _report(self.device)

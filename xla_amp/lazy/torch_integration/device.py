@@ -282,7 +282,7 @@ def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "Priv
         library = _libraries[namespace, dispatch_key] = torch.library.Library(namespace, "IMPL", dispatch_key)
     key = f"{namespace}::{name}"
     if dispatch_key != "PrivateUse1":
-        library.impl(name, dynamo.skip(kernel))
+        library.impl(name, dynamo.skip(kernel), with_keyset=name in composites.WITH_KEYSET)
         return
     if namespace == "aten" and name in wrappers.ARGUMENT_WRAPPERS:
         kernel = wrappers.ARGUMENT_WRAPPERS[name](kernel)
@@ -382,11 +382,9 @@ def _registered_name(operator: Any) -> str:
 
 
 def _decompositions() -> Any:
-    from torch._decomp import core_aten_decompositions
-
     global _core
     if _core is None:
-        _core = core_aten_decompositions()
+        _core = torch.export.default_decompositions()
     return _core
 
 
@@ -396,7 +394,7 @@ _fell_back: set[str] = set()
 
 def _on_cpu(operator: Any, args: Any, kwargs: Any) -> Any:
     """Runs `operator` on CPU copies and copies written arguments back (counted, and warned of once)."""
-    from torch.utils._pytree import tree_map
+    from xla_amp.backends.trees import tree_map
 
     name = str(operator)
     metrics.fallbacks += 1

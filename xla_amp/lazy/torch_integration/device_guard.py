@@ -25,7 +25,6 @@ import ctypes
 import functools
 import itertools
 import operator
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,6 +34,7 @@ import torch
 from xla_amp import interrupts
 from xla_amp.backends import dynamo
 from xla_amp.lazy import private_api
+from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _SLOTS = 1024
@@ -56,7 +56,7 @@ def make() -> Any:
     """The guard to register with torch."""
     pointers = [tuple(map(ctypes.byref, slot)) for slot in _slots]
     fetched = map(_fetch_error, *(itertools.cycle([pointer[part] for pointer in pointers]) for part in range(3)))
-    device_type = itertools.repeat(torch._C._autograd.DeviceType.PrivateUse1)
+    device_type = itertools.repeat(torch.autograd.DeviceType.PrivateUse1)  # type: ignore[attr-defined]
     device_types = map(operator.itemgetter(1), zip(fetched, device_type, strict=False))
     # ctypes prepares some of a function's state at its first call, which must not be one with an error set.
     for _ in range(2):
@@ -68,9 +68,9 @@ def make() -> Any:
     guard = Guard()
     guard.type_ = found = device_types.__next__  # type: ignore[method-assign]
     _guards.append(guard)
-    at_rest = sys.getrefcount(found)
+    at_rest = execute.reference_counts([found])
     # C++ code holds a reference to the method from its look-up until it has returned.
-    interrupts.in_native_code.subscribe(lambda: sys.getrefcount(found) > at_rest)
+    interrupts.in_native_code.subscribe(lambda: execute.reference_counts([found]) > at_rest)
     return guard
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import inspect
 import os
-import sys
 import warnings
+from typing import Any
 
 from xla_amp import events
 from xla_amp.backends import base
@@ -20,6 +21,8 @@ from xla_amp.lazy.graph.trace import trace
 
 _forked = False
 _silenced: list[warnings.catch_warnings] = []
+_clients: list[Any] = []
+"""JAX's clients during a fork."""
 
 
 @events.Point
@@ -49,10 +52,12 @@ def check() -> None:
 def watch() -> None:
     """Prepares the forks of this process; call it once, after JAX has started."""
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_before, after_in_parent=_unsilence, after_in_child=_in_child)
+        os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 def _before() -> None:
+    trace.lock.acquire()  # in the child, no other thread would release it
+    _clients.extend(private_api.clients())
     # JAX warns of every fork.  A loader's worker gets no tensor of the device, and using the device there raises.
     if _starts_worker():
         silence = warnings.catch_warnings()
@@ -62,11 +67,11 @@ def _before() -> None:
 
 
 def _starts_worker() -> bool:
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.utils.data.dataloader":
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
@@ -75,17 +80,24 @@ def _unsilence() -> None:
         _silenced.pop().__exit__(None, None, None)
 
 
+def _in_parent() -> None:
+    _clients.clear()
+    _unsilence()
+    trace.lock.__exit__()
+
+
 def _in_child() -> None:
     global _forked
     _unsilence()
+    trace.lock.release()
     _forked = True
-    trace.lock._at_fork_reinit()  # type: ignore[attr-defined]  # another thread may have held it
     trace.limit = trace.most = -1  # so that each kernel calls `flush`, which raises
     in_child()
     # At exit Python would destroy JAX's client, which waits for its threads or crashes.
     for function in private_api.exit_functions():
         atexit.unregister(function)
-    private_api.keep_backends()
+    for client in _clients:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
     gc.freeze()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit"):  # glibc: called first at exit, with the status; C++ destroys nothing after it

@@ -20,7 +20,7 @@ from torch.nn.modules import module as nn_module
 from torch.storage import UntypedStorage
 
 from xla_amp import interrupts
-from xla_amp.backends import autoload, skip_step
+from xla_amp.backends import autoload, dynamo, skip_step
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import process_groups
@@ -169,23 +169,22 @@ def _replace_safe_open() -> None:
 
 
 def _replace_printing() -> None:
-    from torch import _tensor_str
+    original: Callable[..., str] = torch.Tensor.__repr__
 
-    original: Callable[..., str] = _tensor_str._str_intern
-
-    def print_on_host(inp: Any, *, tensor_contents: Any = None) -> str:
-        plain = type(inp) in tensor_io.PLAIN
-        if tensor_contents is not None or not plain or inp.device.type != DEVICE_TYPE:
-            return original(inp, tensor_contents=tensor_contents)
-        text = original(inp.detach().cpu() if inp.is_sparse else tensor_io.to_host(inp)).removesuffix(")")
-        text += f", device='{inp.device}'"
-        if inp.grad_fn is not None:
-            text += f", grad_fn=<{type(inp.grad_fn).__name__}>"
-        elif inp.requires_grad:
+    @functools.wraps(original)
+    def print_on_host(self: Any, *, tensor_contents: Any = None) -> str:
+        plain = type(self) in tensor_io.PLAIN
+        if tensor_contents is not None or not plain or self.device.type != DEVICE_TYPE:
+            return original(self, tensor_contents=tensor_contents)
+        text = original(self.detach().cpu() if self.is_sparse else tensor_io.to_host(self)).removesuffix(")")
+        text += f", device='{self.device}'"
+        if self.grad_fn is not None:
+            text += f", grad_fn=<{type(self.grad_fn).__name__}>"
+        elif self.requires_grad:
             text += ", requires_grad=True"
         return f"{text})"
 
-    _tensor_str._str_intern = print_on_host
+    torch.Tensor.__repr__ = dynamo.skip(print_on_host)  # type: ignore[assignment,method-assign]
 
 
 def _replace_pin_memory() -> None:
@@ -209,7 +208,7 @@ def _replace_data() -> None:
         if not isinstance(new, torch.Tensor) or not crosses(self, new):
             data.__set__(self, new)
             return
-        with torch._C.DisableTorchFunctionSubclass():  # an uninitialized parameter refuses the question
+        with torch.DisableTorchFunctionSubclass():  # an uninitialized parameter refuses the question
             inference = self.is_inference()
         if new.device.type == DEVICE_TYPE and new.is_inference() != inference:
             with torch.inference_mode(inference):  # torch does not compare these keys for its own devices
@@ -405,7 +404,7 @@ PATCHES = (
         install=_replace_safe_open,
     ),
     PatchGroup(
-        names=("torch._tensor_str._str_intern",),
+        names=("torch.Tensor.__repr__",),
         reason="torch prints a tensor with about fourteen small reads, each of which would run a program.",
         install=_replace_printing,
     ),

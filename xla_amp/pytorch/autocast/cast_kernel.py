@@ -35,7 +35,7 @@ def operator(name: str) -> Any:
 
 def as_key(key: str) -> Any:
     """A dispatch key as torch's functions take it: they take keys that the enumeration lacks (AutocastXLA) by name."""
-    return getattr(torch._C.DispatchKey, key, key)
+    return getattr(torch.DispatchKey, key, key)
 
 
 def make(
@@ -60,12 +60,11 @@ def make(
         keep_kernel: the kernel that is installed now is torch's or the user's; call it where ours has nothing to do.
     """
     operands = casting.operands(operator)
-    exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
-    dispatch_key = as_key(key)
-    default = _default_kernel(operands, device_type, dispatch_key, torch_rule[0], keep_kernel)
+    enable = torch.set_autocast_enabled
+    default = _default_kernel(operands, device_type, as_key(key), torch_rule[0], keep_kernel)
     made: dict[tuple[Cast, bool], casting.Prepare] = {}
     # Without a rule, only the parts of such an operation are recorded.
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+    composite = operator.has_kernel_for_dispatch_key("CompositeImplicitAutograd")
 
     def choose(policy: Policy, path: str | None) -> tuple[Decision, casting.Prepare | None]:
         decision = policy.decide(name, path)
@@ -106,7 +105,7 @@ def make(
                 decision_events.emit(point, decision, policy, before, used, shapes, result, place)
                 return result
             return default(keyset, *args, **kwargs)
-        exclude(dispatch_key, True)
+        enable(device_type, False)
         try:
             target, arguments, keywords = prepare(args, kwargs)
             if not events.decided.listeners:
@@ -124,7 +123,7 @@ def make(
             decision_events.emit(events.decided, decision, policy, before, used, shapes, result, place, told)
             return result
         finally:
-            exclude(dispatch_key, False)
+            enable(device_type, True)
 
     return dynamo.skip(kernel)
 
@@ -134,11 +133,11 @@ def _default_kernel(
 ) -> Kernel:
     """What the dispatcher does on `key` without our kernel."""
     operator = operands.operator
-    has_kernel = keep_kernel and torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+    has_kernel = keep_kernel and operator.has_kernel_for_dispatch_key(key)
     kernel = _installed_kernel(operator, key).call_boxed if has_kernel else None
     redispatch = operator.redispatch
     after = torch._C._dispatch_keyset_full_after(key)
-    exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+    enable = torch.set_autocast_enabled
     fallback: list[casting.Prepare] = []
 
     def default(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,12 +146,12 @@ def _default_kernel(
         # Neither of the calls above accepts a number where a tensor is expected; calling the operation does.
         if not fallback:
             fallback.append(casting.make(torch_cast, operands, device_type))
-        exclude(key, True)
+        enable(device_type, False)
         try:
             target, arguments, keywords = fallback[0](args, kwargs)
             return target(*arguments, **keywords)
         finally:
-            exclude(key, False)
+            enable(device_type, True)
 
     return default
 

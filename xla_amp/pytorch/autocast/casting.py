@@ -305,18 +305,13 @@ def _cast_back(call: Callable[..., Any], dtype: torch.dtype, saves_float32: bool
         saved, narrowed = packed
         return saved.to(torch.float32) if narrowed else saved
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if saves_float32 and _may_hook() else _NO_HOOKS:
+    with contextlib.ExitStack() as stack:
+        # The hooks of torch.utils.checkpoint stay in force.
+        if saves_float32 and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            with contextlib.suppress(RuntimeError):  # torch.func allows none
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
         result = call(*args, **kwargs)
     return (result[0].to(dtype), *result[1:]) if isinstance(result, tuple) else result.to(dtype)
-
-
-_NO_HOOKS = contextlib.nullcontext()
-
-
-def _may_hook() -> bool:
-    # The hooks of torch.utils.checkpoint stay in force, and torch.func allows none.
-    autograd: Any = torch._C._autograd
-    return autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def _eligible(value: Any, device_type: str) -> bool:
@@ -339,7 +334,7 @@ for all operations: a binding reads a default such as ``reduction=Mean`` as 0, w
 
 def _entry(operator: Any) -> Callable[..., Any]:
     """The callable that reaches the operator with the least overhead."""
-    return _BINDINGS.get(str(operator)) or getattr(operator, "_op", operator)
+    return _BINDINGS.get(str(operator), operator)
 
 
 def _caster(

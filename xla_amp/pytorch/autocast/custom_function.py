@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import torch
-from torch.utils._pytree import tree_map
 
 from xla_amp.backends import devices
+from xla_amp.backends.trees import tree_map
 from xla_amp.errors import XlaAmpError
 from xla_amp.policy import regions
 from xla_amp.pytorch.autocast import casting, native
@@ -66,10 +66,9 @@ def custom_fwd(
         name = devices.device_type(device_type, "custom_fwd")
         _start_device(name)
         context = args[0]
-        context._dtype = torch.get_autocast_dtype(name)
         enabled = torch.is_autocast_enabled(name)
-        context._xla_amp_region = regions.current(name)
-        context._fwd_used_autocast = enabled and cast_inputs is None
+        used = enabled and cast_inputs is None
+        context._xla_amp_forward = (regions.current(name), torch.get_autocast_dtype(name)) if used else None
         if not enabled or cast_inputs is None:
             return fwd(*args, **kwargs)
 
@@ -101,12 +100,10 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | torc
     def decorate_bwd(*args: Any, **kwargs: Any) -> Any:
         name = devices.device_type(device_type, "custom_bwd")
         _start_device(name)
-        context = args[0]
-        if context._fwd_used_autocast:
-            region = reopened(context._xla_amp_region, name, context._dtype)
-        else:
-            region = autocast(name, enabled=False)
-        with region:
+        if not hasattr(args[0], "_xla_amp_forward"):
+            raise XlaAmpError(f"{bwd.__qualname__}: forward was not decorated with xla_amp.custom_fwd")
+        forward = args[0]._xla_amp_forward
+        with autocast(name, enabled=False) if forward is None else reopened(forward[0], name, forward[1]):
             return bwd(*args, **kwargs)
 
     return decorate_bwd

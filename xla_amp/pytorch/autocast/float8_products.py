@@ -123,8 +123,7 @@ def _is_transformed(*tensors: torch.Tensor) -> bool:
     """Whether something else than autograd sees this call; our operator has a gradient only."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._guards.TracingContext.try_get() is not None
+        or any(torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
         or torch._C._len_torch_dispatch_stack() > 0
         or any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
     )

@@ -75,7 +75,7 @@ def release(key: str, operations: Iterable[str]) -> None:
                 _in_use[kernel.library] -= 1
                 if _in_use[kernel.library] == 0:
                     del _in_use[kernel.library]
-                    kernel.library._destroy()
+                    del kernel  # the last reference to the library, which takes its kernels back
 
 
 def is_installed(key: str, name: str) -> bool:

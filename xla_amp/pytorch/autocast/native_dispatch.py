@@ -79,8 +79,8 @@ def device_types() -> list[str]:
         "cuda": torch.backends.cuda.is_built(),
         "hpu": hasattr(torch, "hpu"),
         "mps": torch.backends.mps.is_built(),
-        "tpu": torch._C._get_privateuse1_backend_name() == "tpu",
-        "xpu": torch.xpu._is_compiled(),
+        "tpu": torch.device("privateuseone").type == "tpu",
+        "xpu": getattr(torch.version, "xpu", None) is not None,
     }
     return [device_type for device_type, present in built.items() if present]
 

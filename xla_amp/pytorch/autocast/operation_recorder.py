@@ -80,11 +80,10 @@ regions.opening.subscribe(_before_region)
 
 def _operations(key: str) -> Iterator[str]:
     """Operations to record on a dispatch key, as policies name them."""
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-    registered_names = frozenset(name.removeprefix("aten::") for name in registered)
     for qualified in torch._C._dispatch_get_all_op_names():
         name = qualified.removeprefix("aten::")
-        if name in registered_names or _computes(name):
+        operator = cast_kernel.operator(name)
+        if operator is not None and (operator.has_kernel_for_dispatch_key(key) or _computes(name)):
             yield name
 
 
@@ -94,7 +93,7 @@ def _computes(name: str) -> bool:
     if name.partition("::")[0] in _NOT_OPERATIONS:
         return False
     operator = cast_kernel.operator(name)
-    if operator is None or torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"):
+    if operator is None or operator.has_kernel_for_dispatch_key("CompositeImplicitAutograd"):
         return False
     schema = operator._schema
     inputs = [str(argument.real_type) for argument in schema.arguments if not argument.is_out]

@@ -9,6 +9,7 @@ The kernels are made by `xla_amp.pytorch.autocast.cast_kernel`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import warnings
@@ -77,8 +78,9 @@ def install(policy: Policy, device_type: str) -> None:
     with _lock:
         key = KEYS[device_type]
         installed = _installed.setdefault(device_type, set())
-        if not torch._C._dispatch_has_backend_fallback(cast_kernel.as_key(key)):
-            _library("_", key).fallback(torch.library.fallthrough_kernel)
+        if ("_", key) not in _libraries:
+            with contextlib.suppress(RuntimeError):  # the key has a fallback
+                _library("_", key).fallback(torch.library.fallthrough_kernel)
         missing = False
         for name in sorted(_needed_operations(policy, device_type) - installed):
             operator = cast_kernel.operator(name)
@@ -150,8 +152,11 @@ def _foreign_operations(device_type: str) -> frozenset[str]:
     """ATen operations that another library casts on the device; without a rule of our policy they must not be cast."""
     if device_type not in SHARED_KEYS:
         return frozenset()
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key(KEYS[device_type])
-    return frozenset(name.removeprefix("aten::") for name in registered if name.startswith("aten::"))
+    names = (name.removeprefix("aten::") for name in _registered() if name.startswith("aten::"))
+    key = KEYS[device_type]
+    return frozenset(
+        name for name in names if (op := cast_kernel.operator(name)) is not None and op.has_kernel_for_dispatch_key(key)
+    )
 
 
 def _needed_operations(policy: Policy, device_type: str) -> frozenset[str]:

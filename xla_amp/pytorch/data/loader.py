@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from xla_amp.backends import devices
+from xla_amp.backends.trees import tree_map
 from xla_amp.pytorch.data.buckets import bucket_sizes, pad_batch
 from xla_amp.pytorch.distributed import xla_model
 

@@ -82,8 +82,9 @@ def average(
             gradient.copy_(mean(value))
         for gradient, wanted in pairs:
             if gradient.is_sparse:  # a sum of sparse tensors is all their entries
-                values = xm_collectives.all_gather(gradient._values().to(wanted), 0, groups, None, pin_layout)
-                indices = xm_collectives.all_gather(gradient._indices(), 1, groups, None, pin_layout)
+                entries = gradient.coalesce()
+                values = xm_collectives.all_gather(entries.values().to(wanted), 0, groups, None, pin_layout)
+                indices = xm_collectives.all_gather(entries.indices(), 1, groups, None, pin_layout)
                 joined = torch.sparse_coo_tensor(
                     indices, mean(values).to(gradient.dtype), gradient.shape, check_invariants=False
                 )

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from xla_amp.backends import base, devices
+from xla_amp.backends.trees import tree_map
 from xla_amp.errors import DeviceError
 from xla_amp.pytorch import backward
 from xla_amp.pytorch.autocast import xla_dispatch

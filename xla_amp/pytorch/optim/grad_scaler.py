@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, overload
 
 import torch
-from torch.utils._pytree import tree_map
 
 from xla_amp import interrupts
 from xla_amp.backends import devices
 from xla_amp.backends.skip_step import step_where_finite
+from xla_amp.backends.trees import tree_map
 from xla_amp.errors import SkipLimitError
 
 
@@ -202,7 +202,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _note_suspects(self, optimizer: torch.optim.Optimizer) -> None:
         flags = [
-            ~torch.isfinite(p.grad._values() if p.grad.is_sparse else p.grad).all()
+            ~torch.isfinite(torch.ops.aten._values(p.grad) if p.grad.is_sparse else p.grad).all()
             for p in _parameters(optimizer)
             if p.grad is not None
         ]

@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -80,16 +80,17 @@ def _cpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> d
 
 
 def _tpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> dict[str, Any]:
-    from jax._src import xla_bridge
+    from jax.experimental import topologies
+    from jaxlib import xla_client
 
     devices = options.num_replicas * options.num_partitions
     if str(devices) not in target["topologies"]:
         raise ValueError(f"the module is for {devices} devices; this target has {', '.join(target['topologies'])}")
     name = target["topologies"][str(devices)]
     single = {"chips_per_host_bounds": [1, 1, 1]} if devices == 1 else {}
-    topology = xla_bridge.make_pjrt_tpu_topology(name, **single)
-    _assign(options, topology)
-    compiled = client.compile(module, topology, options)
+    absent = list(topologies.get_topology_desc(name, "tpu", **single).devices)
+    _assign(options, absent)
+    compiled = client.compile(module, xla_client.get_topology_for_devices(absent), options)
     costs = compiled.cost_analysis()
     seconds = costs.get("optimal_seconds")
     if seconds is None or seconds < 0:
@@ -99,22 +100,22 @@ def _tpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> d
     return _read(compiled, costs, seconds, "XLA's cost analysis")
 
 
-def _assign(options: Any, topology: Any) -> None:
-    """Gives each part of the program a device of the topology, in their order.
+def _assign(options: Any, devices: Iterable[Any]) -> None:
+    """Gives each part of the program one of the devices, in their order.
 
     On several hosts XLA:TPU refuses a program without it, and crashes for a v5p.
     """
     from jaxlib import xla_client
 
-    numbers = np.array([device.id for device in topology._make_compile_only_devices()])
+    numbers = np.array([device.id for device in devices])
     options.device_assignment = xla_client.DeviceAssignment.create(
         numbers.reshape(options.num_replicas, options.num_partitions)
     )
 
 
 def _gpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> dict[str, Any]:
-    from jax._src import xla_bridge
-    from jaxlib import _jax
+    from jax.experimental import topologies
+    from jaxlib import _jax, xla_client
 
     devices = options.num_replicas * options.num_partitions
     hosts = max(1, devices // target["gpus_per_host"])
@@ -122,11 +123,12 @@ def _gpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> d
         raise ValueError(f"the module is for {devices} devices; this target has {target['gpus_per_host']} on a host")
     # Partitions joined by a fast network, hosts in each, GPUs in each.
     shape = f"{hosts}x1x{devices // hosts}"
-    topology = xla_bridge.make_pjrt_topology("cuda", "", topology=shape, target_config=device_description(target))
+    description = device_description(target)
+    absent = topologies.get_topology_desc("", "cuda", topology=shape, target_config=description).devices
     with _tables(target, devices) as paths:
         ours = {"xla_gpu_collect_cost_model_stats": "True", **paths}
         options.env_option_overrides = [*ours.items(), *options.env_option_overrides]
-        compiled = client.compile(module, topology, options)
+        compiled = client.compile(module, xla_client.get_topology_for_devices(list(absent)), options)
     (optimized,) = compiled.hlo_modules()
     costs = _jax.hlo_module_cost_analysis(client, optimized)
     seconds = hlo_text.kernel_seconds(optimized.to_string(), target["bandwidth"], target["matrix"])

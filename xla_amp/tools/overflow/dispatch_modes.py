@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from xla_amp.backends.places import LocatingMode, Place
 from xla_amp.backends.step_state import written_tensors
+from xla_amp.backends.trees import tree_leaves
 from xla_amp.tools.overflow.report import Operand, Producer, produced
 
 UNINITIALIZED: Final = frozenset(

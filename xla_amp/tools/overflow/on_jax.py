@@ -7,11 +7,10 @@ loops, branches, custom derivatives and sharded functions equation by equation, 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any, Final
 
 import jax
@@ -223,7 +222,7 @@ class _Watch(Finder):
             location = compat.location(eqn)
             if location and not location.startswith(_PACKAGE):
                 return location
-        frame: FrameType | None = sys._getframe(1)
+        frame = inspect.currentframe()
         while frame is not None and frame.f_code is not find_overflow.__code__:
             if frame.f_globals.get("__name__", "").partition(".")[0] not in ("", "jax", "xla_amp"):
                 return f"{frame.f_code.co_filename}:{frame.f_lineno}"

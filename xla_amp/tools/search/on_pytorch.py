@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from xla_amp.backends import devices
 from xla_amp.backends.step_state import reachable, restored
+from xla_amp.backends.trees import tree_leaves, tree_map_only
 from xla_amp.errors import RecompileWarning, RuleWarning, SearchError
 from xla_amp.events import DecisionRecord
 from xla_amp.pytorch.autocast.autocast import autocast

@@ -426,7 +426,11 @@ def check(operator: Any, arguments: Mapping[str, Any]) -> None:
     """
     name: str = operator._schema.name.removeprefix("aten::").removesuffix("_overrideable")
     name = name if name.endswith("__") else name.removesuffix("_")
-    rules = [rule for key in (f"{name}.{operator._overloadname}", name) for rule in _BY_OPERATION.get(key, ())]
+    rules = [
+        rule
+        for key in (f"{name}.{operator._schema.overload_name or 'default'}", name)
+        for rule in _BY_OPERATION.get(key, ())
+    ]
     if rules:
         scope = {**arguments, "operands": _dtype_of_operands(operator, arguments)}
         for rule in rules:

@@ -25,9 +25,11 @@ def on_meta(value: Any) -> Any:
 
 def has_meta_kernel(operator: Any) -> bool:
     """Whether torch can run `operator` without data."""
-    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(
-        operator._schema.name + (f".{operator._schema.overload_name}" if operator._schema.overload_name else ""), "Meta"
-    )
+    try:
+        torch.library.get_kernel(operator, "Meta")
+    except RuntimeError:
+        return False
+    return True
 
 
 def results(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Spec | None, ...]:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from xla_amp.backends.trees import tree_leaves
 from xla_amp.errors import XlaAmpError
 from xla_amp.policy import module_patterns
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from xla_amp.backends import base, devices
+from xla_amp.backends.trees import tree_map_only
 
 
 class Before:
@@ -71,15 +71,15 @@ def load_state(
         optimizer.load_state_dict(copied(state["optimizer"]))
     if scaler is not None and "scaler" in state:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        load_scale(state["scaler"]["scale"], scaler, device)
-        scaler._growth_tracker.copy_(state["scaler"]["growth_tracker"])  # type: ignore[union-attr]
+        load_scale(state["scaler"]["scale"], scaler, device, int(state["scaler"]["growth_tracker"]))
 
 
-def load_scale(scale: float | torch.Tensor, scaler: torch.amp.GradScaler, device: torch.device) -> None:
+def load_scale(
+    scale: float | torch.Tensor, scaler: torch.amp.GradScaler, device: torch.device, growth_tracker: int = 0
+) -> None:
     """Gives a scaler, which may be new, a loss scale."""
-    if scaler._scale is None:
-        scaler._lazy_init_scale_growth_tracker(device)
-    scaler._scale.copy_(torch.as_tensor(scale))  # type: ignore[union-attr]
+    scaler.load_state_dict({**scaler.state_dict(), "scale": float(scale), "_growth_tracker": growth_tracker})
+    scaler.scale(torch.zeros((), device=device))  # makes a new scaler's tensors
 
 
 @torch.no_grad()

@@ -81,7 +81,7 @@ class Parameters:
 def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Gradients of those that have one; of a sparse gradient the values that it stores."""
     found = [p.grad.detach() for p in parameters if p.grad is not None]
-    return [each._values() if each.is_sparse else each for each in found]
+    return [torch.ops.aten._values(each) if each.is_sparse else each for each in found]
 
 
 def gradient_norm(optimizer: torch.optim.Optimizer, unscale: torch.Tensor | None, device: torch.device) -> torch.Tensor:

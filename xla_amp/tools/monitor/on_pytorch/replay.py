@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from xla_amp.backends import base, devices
+from xla_amp.backends.trees import tree_leaves, tree_map_only
 from xla_amp.errors import FileError, XlaAmpError
 from xla_amp.tools.monitor import bad_step
 from xla_amp.tools.monitor.bad_step import BadStep
