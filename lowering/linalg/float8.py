@@ -32,7 +32,7 @@ from xla_amp.lowering.linalg.contraction import Axes, Operand, base, contract
 from xla_amp.lowering.operand import Permuted, as_dtype
 from xla_amp.lowering.registry import register
 
-Format: TypeAlias = Literal["e4m3", "e5m2"]
+Float8Format: TypeAlias = Literal["e4m3", "e5m2"]
 
 
 class _Range(NamedTuple):
@@ -41,7 +41,7 @@ class _Range(NamedTuple):
     """The largest number is ``0.875 * 2 ** exponent``."""
 
 
-FORMATS: Final[Mapping[Format, _Range]] = MappingProxyType(
+FORMATS: Final[Mapping[Float8Format, _Range]] = MappingProxyType(
     {
         "e4m3": _Range(jnp.dtype(jnp.float8_e4m3fn), 9),
         "e5m2": _Range(jnp.dtype(jnp.float8_e5m2), 16),
@@ -55,7 +55,7 @@ _LARGEST_SHIFT: Final = 126
 """Scales are normal numbers of float32 and bfloat16, with normal inverses."""
 
 
-def shift(x: jax.Array, format: Format) -> jax.Array:
+def shift(x: jax.Array, format: Float8Format) -> jax.Array:
     """The exponent of the power of two that scales `x`: int32 ().
 
     It is the largest that keeps every finite element in the range of `format`; 0 if there is none but zeros.
@@ -74,7 +74,7 @@ def _power(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)
 
 
-def quantized(x: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
+def quantized(x: jax.Array, format: Float8Format) -> tuple[jax.Array, jax.Array]:
     """(`x` scaled and rounded to `format`, the exponent of its scale as `shift` gives it)."""
     exponent = shift(x, format)
     return lax.convert_element_type(x.astype(jnp.float32) * _power(exponent), FORMATS[format].dtype), exponent
@@ -95,7 +95,7 @@ def float8_contract(
     contracting: tuple[Axes, Axes],
     batch: tuple[Axes, Axes] = ((), ()),
     *,
-    formats: tuple[Format, Format],
+    formats: tuple[Float8Format, Float8Format],
     platform: str,
 ) -> jax.Array:
     """`xla_amp.lowering.linalg.contraction.contract` of operands that are rounded to 8-bit floats first.
@@ -136,7 +136,9 @@ def _kept_apart(values: jax.Array, platform: str) -> jax.Array:
 
 
 @register("xla_amp::float8_mm", takes=(Permuted,))
-def float8_mm(left: Operand, right: Operand, left_format: Format, right_format: Format, *, platform: str) -> jax.Array:
+def float8_mm(
+    left: Operand, right: Operand, left_format: Float8Format, right_format: Float8Format, *, platform: str
+) -> jax.Array:
     formats = (left_format, right_format)
     product = float8_contract(left, right, ((1,), (0,)), formats=formats, platform=platform)
     return as_dtype(product, left.dtype)

@@ -21,7 +21,7 @@ from xla_amp.lowering.linalg.contraction import contract
 from xla_amp.lowering.operand import as_dtype, opmath, up
 from xla_amp.lowering.registry import register
 
-Cell = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+RnnCell = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 """(input gates, hidden gates, hidden state, cell state) -> the new states."""
 
 
@@ -50,13 +50,13 @@ def _relu(x: jax.Array, g: jax.Array, h: jax.Array, c: jax.Array) -> tuple[jax.A
     return jax.nn.relu(x + g), c
 
 
-CELLS: dict[str, Cell] = {"gru": _gru, "lstm": _lstm, "relu": _relu, "tanh": _tanh}
+CELLS: dict[str, RnnCell] = {"gru": _gru, "lstm": _lstm, "relu": _relu, "tanh": _tanh}
 
 
 # -- whole layers -----------------------------------------------------------------------------------------------------
 
 
-def _in_opmath(cell: Cell) -> Cell:
+def _in_opmath(cell: RnnCell) -> RnnCell:
     return lambda *operands: cell(*(up(x) for x in operands))
 
 

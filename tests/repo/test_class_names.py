@@ -1,4 +1,4 @@
-"""Class names of the package: one name has one meaning."""
+"""Names of classes and types in the package: one name has one meaning."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ SHARED = {
     "Snapshot": "Values that `restore_where` of an engine selects; each engine has one.",
     "_Thread": "`threading.local` with what its file keeps for each thread.",
 }
-"""Class names that several files define -> their one meaning."""
+"""Names that several files define -> their one meaning."""
 
 
 def defined(sources: dict[str, str]) -> dict[str, list[str]]:
-    """Name of each class, also inside functions and classes -> the files that define it, once for each definition."""
+    """Name of each class, also in functions and classes, and type alias -> its files, once for each definition."""
     found: dict[str, list[str]] = defaultdict(list)
     for path, source in sources.items():
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(path)
+            elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
+                found[ast.unparse(node.target)].append(path)
     return found
 
 
@@ -48,6 +50,7 @@ def test_a_class_name_has_one_meaning():
         ("class Row: pass", "def f():\n    class Row: pass", ["Row"]),
         ("class A:\n    class Row: pass\nclass Row: pass", "", ["Row"]),
         ("class Row: pass", "class OtherRow(Row): pass", []),
+        ("Row: TypeAlias = int", "class Row: pass", ["Row"]),
         ("from b import Row", "class Row: pass", []),
     ],
 )

@@ -37,7 +37,7 @@ from xla_amp.jax import compat, rebind
 from xla_amp.jax.decisions import F32
 from xla_amp.jax.primitives import info
 from xla_amp.lowering.linalg.contraction import contract
-from xla_amp.lowering.linalg.float8 import Format, float8_contract
+from xla_amp.lowering.linalg.float8 import Float8Format, float8_contract
 
 _PLATFORMS: Final[Mapping[str | None, str]] = MappingProxyType({"cpu": "cpu", "cuda": "gpu", None: "tpu"})
 """JAX's platform, None for those without a form of their own -> that of `xla_amp.lowering`."""
@@ -48,7 +48,7 @@ _OWN_PARAMS = {"precision": None, "preferred_element_type": None}
 class Float8(NamedTuple):
     """What of a contraction reads operands in 8-bit floats; the rest reads them in the low dtype."""
 
-    formats: tuple[Format, Format] | None
+    formats: tuple[Float8Format, Float8Format] | None
     """Of its operands; None where only gradients do."""
     gradients: tuple[bool, bool]
     """Whether the gradient with regard to the first, to the second operand does."""
@@ -485,7 +485,7 @@ class _Operand(NamedTuple):
     value: Any
     master: Any = None
     """The float32 value that gets its gradient."""
-    format: Format | None = None
+    format: Float8Format | None = None
     """In which a contraction reads it."""
 
 
@@ -502,7 +502,7 @@ def _replay(
     The masters follow their operands, and so do the 8-bit formats of the first two values.
     """
     jaxpr = f32_jaxpr.jaxpr
-    formats: Sequence[Format | None] = (float8 and float8.formats) or ()
+    formats: Sequence[Float8Format | None] = (float8 and float8.formats) or ()
     given = map(_Operand, *zip(*values, strict=True), [*formats, *[None] * len(values)])
     environment: dict[Any, _Operand] = dict(zip(jaxpr.invars, given, strict=True))
     environment.update(zip(jaxpr.constvars, map(_Operand, f32_jaxpr.consts), strict=True))

@@ -32,7 +32,7 @@ from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, resi
 from xla_amp.jax.precision_request import NOTHING_SUMMED, request
 from xla_amp.jax.primitives import PrimitiveInfo, info
 from xla_amp.jax.value_info import Casts, Facts, Value, arrays_of, cast, inside, outside
-from xla_amp.lowering.linalg.float8 import FORMATS, Format
+from xla_amp.lowering.linalg.float8 import FORMATS, Float8Format
 from xla_amp.policy import Decision, effects, float8, op_catalog
 from xla_amp.policy.cast_dtypes import cast_dtypes
 
@@ -343,7 +343,7 @@ class Interpreter:
         if weight is None:
             return None, told
         backward = compat.is_backward(eqn, self.backward)
-        formats: list[Format] = ["e4m3", "e4m3"]
+        formats: list[Float8Format] = ["e4m3", "e4m3"]
         if backward:
             formats[1 - weight] = "e5m2"
         gradients = (weight != 0 and not backward, weight != 1 and not backward)

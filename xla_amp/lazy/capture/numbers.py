@@ -56,10 +56,10 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
 """Name of a method of floats, without the underscores -> its function."""
 
 Term: TypeAlias = Hyperparameter | Formula | float
-Values: TypeAlias = Mapping[Hyperparameter, float]
+Hyperparameters: TypeAlias = Mapping[Hyperparameter, float]
 
 
-def evaluate(term: Term, values: Values) -> Any:
+def evaluate(term: Term, values: Hyperparameters) -> Any:
     """The term's value for these values of the hyperparameters."""
     if type(term) is Hyperparameter:
         return values[term]
@@ -303,7 +303,7 @@ class ReplayNumbers:
         fixed, values = _options(self._optimizers)
         return [*fixed, *map(_growth, self._scalers)], values
 
-    def _compute(self, values: Values) -> list[float] | None:
+    def _compute(self, values: Hyperparameters) -> list[float] | None:
         if any(evaluate(test, values) != outcome for test, outcome in self._recorded.conditions.items()):
             return None
         floats = list(self._recorded.floats)

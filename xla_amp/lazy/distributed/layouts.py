@@ -242,7 +242,7 @@ def _axes(mesh: Mesh, recipe: str) -> dict[str, str]:
     return found
 
 
-_Plan: TypeAlias = Sequence[tuple[re.Pattern[str], str]]
+_Splits: TypeAlias = Sequence[tuple[re.Pattern[str], str]]
 _WHOLE = "small: whole"
 _UNEVEN = "no dimension divides: whole"
 
@@ -279,7 +279,7 @@ def _divisible(shape: Sequence[int], taken: Sequence[spmd.Axis], parts: int, fir
     return max(free, key=lambda dim: (dim == first, shape[dim]), default=None)
 
 
-def _plan(model: nn.Module) -> _Plan:
+def _plan(model: nn.Module) -> _Splits:
     """Patterns of modules' names, and which dimension of their weight is split."""
     own = getattr(model, "tp_plan", None) or getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     found = [

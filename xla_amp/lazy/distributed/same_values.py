@@ -19,7 +19,7 @@ from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lazy.torch_integration import generator
 
-Value: TypeAlias = np.ndarray | jax.Array
+ComparedArray: TypeAlias = np.ndarray | jax.Array
 """An array on the mesh, or Python numbers of a program as an array on the host."""
 _LISTED = 4
 """Shapes of differing values that an error names."""
@@ -43,7 +43,7 @@ def compare_inputs(program: XlaProgram, arguments: Sequence[Any]) -> Iterator[No
     yield
 
 
-def compare(arrays: Sequence[Value]) -> None:
+def compare(arrays: Sequence[ComparedArray]) -> None:
     """Compares the parts of arrays that several processes hold: XLA takes them to be equal, and does not check.
 
     Raises:
@@ -60,13 +60,13 @@ def compare(arrays: Sequence[Value]) -> None:
         )
 
 
-def _named(value: Value) -> str:
+def _named(value: ComparedArray) -> str:
     if isinstance(value, jax.Array):
         return f"{value.dtype}{list(value.shape)}"
     return "the Python numbers" if value.dtype == np.float64 else "the seed of random numbers or another Python integer"
 
 
-def differences(arrays: Sequence[Value]) -> list[int]:
+def differences(arrays: Sequence[ComparedArray]) -> list[int]:
     """Indices of the arrays of which two processes hold different bits for the same part.  All processes call it."""
     mine = [_digests(array) for array in arrays]
     everybody = [json.loads(text) for text in processes.rendezvous("values", json.dumps(mine).encode())]
@@ -80,7 +80,7 @@ def differences(arrays: Sequence[Value]) -> list[int]:
     return found
 
 
-def _digests(array: Value) -> dict[str, str]:
+def _digests(array: ComparedArray) -> dict[str, str]:
     """By part of the array, of parts that another process may hold too."""
     if isinstance(array, np.ndarray):
         return {"": _digest(array)}

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from xla_amp.backends.places import LocatingMode, Place
 from xla_amp.backends.step_state import written_tensors
 from xla_amp.backends.trees import tree_leaves
-from xla_amp.tools.overflow.report import Operand, Producer, produced
+from xla_amp.tools.overflow.report import Producer, ProducerOperand, produced
 
 UNINITIALIZED: Final = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
@@ -246,9 +246,9 @@ def _statistics(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _operand(name: str, tensor: torch.Tensor, numbers: Sequence[float]) -> Operand:
+def _operand(name: str, tensor: torch.Tensor, numbers: Sequence[float]) -> ProducerOperand:
     smallest, largest, infinities, nans = numbers
-    return Operand(
+    return ProducerOperand(
         name=name,
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape),

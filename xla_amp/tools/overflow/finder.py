@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from xla_amp.events import Place
-from xla_amp.tools.overflow.report import Operand, Producer, ProgramOverflowReport, produced, reached
+from xla_amp.tools.overflow.report import Producer, ProducerOperand, ProgramOverflowReport, produced, reached
 
 _MOST: Final = 5
 """Producers that a report holds."""
@@ -99,13 +99,13 @@ class Finder(abc.ABC):
         )
 
 
-def _operand(name: str, shape: tuple[int, ...], parts: Sequence[np.ndarray[Any, Any]]) -> Operand:
+def _operand(name: str, shape: tuple[int, ...], parts: Sequence[np.ndarray[Any, Any]]) -> ProducerOperand:
     dtype = parts[0].dtype
     wide = np.complex128 if dtype.kind == "c" else np.float64
     size = np.concatenate([np.abs(part.astype(wide)).reshape(-1) for part in parts])
     finite = size[np.isfinite(size)]
     nonzero = finite[finite > 0]
-    return Operand(
+    return ProducerOperand(
         name=name,
         dtype=str(dtype),
         shape=shape,

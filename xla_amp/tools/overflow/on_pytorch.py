@@ -21,9 +21,9 @@ from xla_amp.tools.overflow.dispatch_modes import (
     SkipHalfCasts,
     nonfinite,
 )
-from xla_amp.tools.overflow.report import FoundProducers, Operand, Producer, findings, reached, table
+from xla_amp.tools.overflow.report import FoundProducers, Producer, ProducerOperand, findings, reached, table
 
-__all__ = ["Operand", "OverflowReport", "Place", "Producer", "StepError", "Underflow", "find_overflow"]
+__all__ = ["OverflowReport", "Place", "Producer", "ProducerOperand", "StepError", "Underflow", "find_overflow"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

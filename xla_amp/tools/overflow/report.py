@@ -15,7 +15,7 @@ from xla_amp.types import RANGES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Operand:
+class ProducerOperand:
     """One operand, with its values before the operation."""
 
     name: str
@@ -37,7 +37,7 @@ class Producer:
     place: Place
     made: str
     """``inf`` or ``nan``."""
-    inputs: tuple[Operand, ...]
+    inputs: tuple[ProducerOperand, ...]
     result: str
     """dtype of the result."""
     step: int
@@ -79,7 +79,7 @@ def _described(producer: Producer) -> tuple[tuple[str, str], ...]:
     return tuple(items)
 
 
-def produced(made: str, operands: tuple[Operand, ...], *, written: str = "") -> bool:
+def produced(made: str, operands: tuple[ProducerOperand, ...], *, written: str = "") -> bool:
     """Whether an operation made its inf or NaN itself, neither given by its operands nor written by the program.
 
     Args:
