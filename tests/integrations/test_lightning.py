@@ -125,6 +125,32 @@ def test_a_step_is_one_executable_without_syncs(options: dict[str, Any], executi
     record("Lightning", options["precision"], per_step(counts.found[-1], steps))
 
 
+class Logs(Net):
+    """Logs its loss; of a width of no other test, whose programs exist."""
+
+    def __init__(self, width: int, on_epoch: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 3))
+        self.on_epoch = on_epoch
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = F.cross_entropy(self.body(batch[0]), batch[1])
+        self.log("loss", loss, on_epoch=self.on_epoch)
+        return loss
+
+
+@pytest.mark.parametrize("on_epoch", [False, True])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_training_has_two_programs(
+    precision: str, on_epoch: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step of the second epoch, in which Lightning resets logged values, is the other one."""
+    monkeypatch.setenv("XLA_AMP_DEBUG", "recompile")
+    trainer(precision=precision, max_epochs=3).fit(Logs(5 + 2 * on_epoch, on_epoch), loader())
+    again = [line for line in caplog.messages if "precision.py" in line or "amp.py" in line]
+    assert len(again) == 1
+
+
 def test_a_progress_bar_reads_only_when_it_is_drawn() -> None:
     counts = Counts()
     callbacks = [counts, TQDMProgressBar(refresh_rate=4)]
@@ -315,5 +341,5 @@ def test_fabric_saves_and_loads(tmp_path: Path) -> None:
 
 
 def test_every_patch_names_its_reason() -> None:
-    assert len(ours.PATCHES) == 8
+    assert len(ours.PATCHES) == 9
     assert all(patch.reason for patch in ours.PATCHES)

@@ -299,6 +299,11 @@ class XLAStrategy(SingleDeviceStrategy):
     def __init__(self, checkpoint_io: Any = None, precision_plugin: Precision | None = None) -> None:
         super().__init__(xla_device(), None, checkpoint_io or XLACheckpointIO(), precision_plugin)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Begins a program with an epoch: what was recorded before, to log it, is no part of the first step."""
+        if batch_idx == 0:
+            devices.engine().sync()
+
 
 class FabricXLAStrategy(FabricSingleDevice):
     """`XLAStrategy` for Fabric."""
@@ -625,6 +630,15 @@ def _read_when_shown(original: property) -> property:
     return property(progress_bar_metrics)
 
 
+def _end_step(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    def epoch_end_reached(self: Any) -> None:
+        if devices.is_xla(self.trainer.strategy.root_device.type):
+            devices.engine().sync()
+        original(self)
+
+    return epoch_end_reached
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Patch:
     """One attribute of Lightning that importing this module replaces."""
@@ -670,6 +684,12 @@ PATCHES = (
         name="progress_bar_metrics",
         reason="The values that stay on the device are read here, when they are shown.",
         replace=_read_when_shown,
+    ),
+    Patch(
+        owner=logger_connector._LoggerConnector,
+        name="epoch_end_reached",
+        reason="The means of an epoch, in the program of its last step, would make it another one.",
+        replace=_end_step,
     ),
 )
 """Each does what Lightning does unless the accelerator, or the value, is on the XLA device."""
