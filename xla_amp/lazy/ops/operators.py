@@ -45,11 +45,13 @@ def functional_arguments(operator: Any) -> list[tuple[str, str]]:
 @functools.cache
 def functional_variant(operator: Any) -> Any:
     """The overload of the same arguments that writes none of them; the operator itself if there is none."""
+    if not operator._schema.is_mutable:
+        return operator
     library, _, name = operator._schema.name.partition("::")
     wanted = functional_arguments(operator)
     for base in (name, name.removesuffix("_")):
         packet = getattr(getattr(torch.ops, library), base, None)
-        for overload in packet.overloads() if operator._schema.is_mutable and packet is not None else ():
+        for overload in packet.overloads() if packet is not None else ():
             candidate = getattr(packet, overload)
             if not candidate._schema.is_mutable and functional_arguments(candidate) == wanted:
                 return candidate

@@ -1,6 +1,6 @@
 """Meta functions for operations whose torch meta kernel is missing or differs from what the engine needs.
 
-Each function gets the operation's arguments with tensors on ``meta`` and returns its results on ``meta``.
+Each function gets all arguments of the operation, with tensors on ``meta``, and returns its results on ``meta``.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def _geqrf(a: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @_of("linalg_lstsq")
-def _lstsq(
-    a: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
-) -> tuple[torch.Tensor, ...]:
+def _lstsq(a: torch.Tensor, b: torch.Tensor, rcond: float | None, *, driver: str | None) -> tuple[torch.Tensor, ...]:
     rows, columns = a.shape[-2:]
     vector = b.dim() == a.dim() - 1
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-1] if vector else b.shape[:-2])
@@ -88,15 +86,7 @@ def _gru_cell_backward(grad: torch.Tensor, workspace: torch.Tensor, has_bias: bo
 
 @_of("_scaled_dot_product_fused_attention_overrideable")
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    dropout: float = 0.0,
-    causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, dropout: float, *_: Any, **__: Any
 ) -> tuple[Any, ...]:
     output = query.new_empty((*query.shape[:3], value.shape[-1]))
     logsumexp = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
@@ -105,38 +95,16 @@ def _attention(
 
 
 @_of("_scaled_dot_product_fused_attention_overrideable_backward")
-def _attention_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    wanted: list[bool],
-    *rest: Any,
-    scale: float | None = None,
-) -> tuple[torch.Tensor | None, ...]:
-    operands = (query, key, value, bias)
+def _attention_backward(grad: torch.Tensor, *rest: Any, **_: Any) -> tuple[torch.Tensor | None, ...]:
+    operands, wanted = rest[:4], rest[4]
     return tuple(
         torch.empty_like(x) if want and x is not None else None for x, want in zip(operands, wanted, strict=True)
     )
 
 
 @_of("_native_multi_head_attention")
-def _multi_head_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    embed_dim: int,
-    num_head: int,
-    qkv_weight: torch.Tensor,
-    qkv_bias: torch.Tensor,
-    proj_weight: torch.Tensor,
-    proj_bias: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    need_weights: bool = True,
-    average_attn_weights: bool = True,
-    mask_type: int | None = None,
-) -> tuple[torch.Tensor | None, ...]:
+def _multi_head_attention(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> tuple[torch.Tensor | None, ...]:
+    num_head, (need_weights, average_attn_weights, _) = rest[2], rest[-3:]
     heads = () if average_attn_weights else (num_head,)
     weights = query.new_empty((query.shape[0], *heads, query.shape[1], key.shape[1])) if need_weights else None
     return torch.empty_like(query), weights
@@ -272,11 +240,7 @@ def _with_a_mask(x: torch.Tensor, *rest: Any, **_: Any) -> tuple[torch.Tensor, t
 
 @_of("_grouped_mm")
 def _grouped_mm(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    offs: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None, bias: Any, out_dtype: torch.dtype | None
 ) -> torch.Tensor:
     # torch's meta kernel takes bfloat16 alone and rows of whole 16 bytes, which are rules of its CUDA kernel.
     dims = left.dim(), right.dim()
@@ -297,18 +261,9 @@ def _roi_align(x: torch.Tensor, rois: torch.Tensor, scale: float, height: int, w
 
 
 def _roi_align_backward(
-    grad: torch.Tensor,
-    rois: torch.Tensor,
-    spatial_scale: float,
-    pooled_height: int,
-    pooled_width: int,
-    batch_size: int,
-    channels: int,
-    height: int,
-    width: int,
-    *_: Any,
+    grad: torch.Tensor, rois: torch.Tensor, scale: float, height: int, width: int, *rest: Any
 ) -> torch.Tensor:
-    return grad.new_empty((batch_size, channels, height, width))
+    return grad.new_empty(rest[:4])  # batch, channels, height, width
 
 
 OTHER_LIBRARIES |= {
