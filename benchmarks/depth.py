@@ -1,11 +1,15 @@
 """Cost of recording, looking up and compiling a step, by depth of the model and number of parameters.
 
     python benchmarks/depth.py [--layers 12 24 48 96] [--rounds 3] [--no-compile]
+    python benchmarks/depth.py --first "GPT-2 of 12 layers" UNet    # the parts of a first step
 
 A GPT of width 64 on 8 tokens with AdamW, so that only the number of operations and tensors grows.  Recording is the
 step's Python; the key is the program lookup (hashing and comparing the trace, running nothing); compiling is JAX's
 tracing and XLA:CPU.  For comparison, XLA:CPU's time for the same step written in Flax.  Writes
 benchmarks/results/depth.{json,md,png}.
+
+With --first: CPU seconds of the parts of a first step, and of reading its programs from the disk instead of the last
+three, in benchmarks/results/first_parts.md.  No step is run.
 """
 
 from __future__ import annotations
@@ -21,13 +25,15 @@ import jax
 import jax.numpy as jnp
 import torch
 from flax_models import step_of
+from jax.experimental import serialize_executable
 from models import GPT, GPTConfig
+from peers.lazy import make
 from results import plot, write_json, write_markdown
-from workloads import Workload, language
+from workloads import WORKLOADS, Workload, language
 
 import xla_amp
 from xla_amp.lazy import private_api
-from xla_amp.lazy.programs import execute
+from xla_amp.lazy.programs import execute, pjrt
 from xla_amp.lazy.programs.compile import XlaProgram
 
 
@@ -50,13 +56,13 @@ def trainer(layers: int) -> tuple[Callable[[], None], int]:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[XlaProgram]]:
-    """The programs of steps inside, which are not run."""
+def recorded(timed: Callable[..., Any] = lambda _, function: function()) -> Iterator[list[XlaProgram]]:
+    """The programs of steps inside, which are not run, but traced: ``timed("trace", function)`` calls that function."""
     programs: list[XlaProgram] = []
 
     def run(program: XlaProgram, *_: Any) -> list[Any]:
         programs.append(program)
-        return program.result_shapes()
+        return list(timed("trace", program.result_shapes))
 
     with execute.instead(run):
         yield programs
@@ -108,6 +114,34 @@ def measure(layers: int, rounds: int, compile_: bool) -> dict[str, Any]:
     return row
 
 
+def first_step(name: str) -> tuple[str, ...]:
+    """A row: CPU seconds of all threads for each part of a first step, and for loading what it compiles."""
+    seconds = dict.fromkeys(("record", "trace", "lower", "compile", "load"), 0.0)
+
+    def timed(part: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        start = time.process_time()
+        found = function(*arguments, **named)
+        seconds[part] += time.process_time() - start
+        return found
+
+    device = pjrt.jax_device()
+    with recorded(timed) as programs:
+        trainer = make(WORKLOADS["first"][name], "bf16")
+        programs.clear()
+        seconds["trace"] = 0.0
+        timed("record", trainer.step)
+        seconds["record"] -= seconds["trace"]
+        for program in programs:
+            with private_api.x64():
+                traced = program.jitted.trace(*program.abstract)
+                compiled = timed("compile", timed("lower", traced.lower).compile)
+                stored = serialize_executable.serialize(compiled)
+                load = serialize_executable.deserialize_and_load
+                timed("load", load, *stored, backend=device.client, execution_devices=[device])
+    operations = sum(program.operations for program in programs)
+    return name, f"{operations:,}", *(f"{each:.2f}" for each in seconds.values())
+
+
 def flax_step(layers: int) -> Any:
     """The same step in Flax and optax, lowered."""
     sizes = language(2, 8, vocabulary=64, context=8, width=64, heads=4, layers=layers)
@@ -122,8 +156,13 @@ def main() -> None:
     parser.add_argument("--layers", nargs="*", type=int, default=[12, 24, 48, 96])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-compile", action="store_true", help="leave out tracing by JAX and compiling by XLA")
+    parser.add_argument("--first", nargs="+", choices=list(WORKLOADS["first"]), help="the parts of first steps instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.first:
+        headings = ("workload", "operations", "recording", "tracing", "lowering", "XLA", "loading instead")
+        write_markdown("first_parts", headings, [first_step(name) for name in options.first], "CPU s of a first step.")
+        return
     rows = []
     for layers in options.layers:
         rows.append(measure(layers, options.rounds, not options.no_compile))

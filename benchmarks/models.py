@@ -1,6 +1,6 @@
-"""Models that the benchmarks train, at any width, in plain PyTorch: ResNet-50, GPT, BERT, ViT and an LSTM.
+"""Models that the benchmarks train, at any width, in plain PyTorch: ResNet-50, GPT, BERT, ViT, a UNet and an LSTM.
 
-Each takes a batch and returns the loss.  `flax_models.py` has the same models in Flax.
+Each takes a batch and returns the loss.  `flax_models.py` has them in Flax, but for the UNet.
 """
 
 from __future__ import annotations
@@ -204,6 +204,78 @@ class ViT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)[:, 0]), labels)
+
+
+class _Residual(nn.Module):
+    """A residual block of a diffusion UNet, with attention over pixels at its end if it has heads."""
+
+    def __init__(self, inputs: int, outputs: int, times: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.conv1 = nn.GroupNorm(32, inputs), nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.time = nn.Linear(times, outputs)
+        self.norm2, self.conv2 = nn.GroupNorm(32, outputs), nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+        if heads:
+            self.norm3, self.qkv = nn.GroupNorm(32, outputs), nn.Linear(outputs, 3 * outputs)
+            self.project = nn.Linear(outputs, outputs)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        y = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(time))[:, :, None, None]
+        x = self.shortcut(x) + self.conv2(F.silu(self.norm2(y)))
+        if not self.heads:
+            return x
+        batch, width, height, _ = x.shape
+        pixels = self.norm3(x).flatten(2).transpose(1, 2)
+        parts = self.qkv(pixels).view(batch, -1, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
+        return x + self.project(mixed).transpose(1, 2).unflatten(2, (height, -1))
+
+
+class UNet(nn.Module):
+    """A denoiser of images as diffusers has them: two blocks a level down and three up, attention below the first."""
+
+    def __init__(self, width: int = 64, levels: int = 4) -> None:
+        super().__init__()
+        self.width, times = width, 4 * width
+        self.time = nn.Sequential(nn.Linear(width, times), nn.SiLU(), nn.Linear(times, times))
+        self.enter = nn.Conv2d(3, width, 3, padding=1)
+        sizes, widths, now = [width], [width * min(1 << level, 4) for level in range(levels)], width
+        self.down, self.up, self.shrink, self.grow = (nn.ModuleList() for _ in range(4))
+        for level, size in enumerate(widths):
+            for _ in range(2):
+                self.down.append(_Residual(now, size, times, 4 if level else 0))
+                now = size
+                sizes.append(now)
+            if level < levels - 1:
+                self.shrink.append(nn.Conv2d(now, now, 3, 2, 1))
+                sizes.append(now)
+        self.middle = _Residual(now, now, times, 4)
+        for level, size in reversed(list(enumerate(widths))):
+            for _ in range(3):
+                self.up.append(_Residual(now + sizes.pop(), size, times, 4 if level else 0))
+                now = size
+            if level:
+                self.grow.append(nn.Conv2d(now, now, 3, padding=1))
+        self.norm, self.leave = nn.GroupNorm(32, now), nn.Conv2d(now, 3, 3, padding=1)
+
+    def forward(self, images: Tensor, steps: Tensor) -> Tensor:
+        angles = steps[:, None] * torch.logspace(0, -4, self.width // 2, device=steps.device)
+        time = self.time(torch.cat([angles.sin(), angles.cos()], 1))
+        x = self.enter(images)
+        kept = [x]
+        for number, block in enumerate(self.down):
+            x = block(x, time)
+            kept.append(x)
+            if number % 2 and number // 2 < len(self.shrink):
+                x = self.shrink[number // 2](x)
+                kept.append(x)
+        x = self.middle(x, time)
+        for number, block in enumerate(self.up):
+            x = block(torch.cat([x, kept.pop()], 1), time)
+            if number % 3 == 2 and number // 3 < len(self.grow):
+                x = self.grow[number // 3](F.interpolate(x, scale_factor=2.0))
+        return F.mse_loss(self.leave(F.silu(self.norm(x))), images)
 
 
 class LSTM(nn.Module):

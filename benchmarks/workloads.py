@@ -113,6 +113,14 @@ WORKLOADS: Mapping[Size, Mapping[str, Workload]] = {
             "GPT-2": language(2, 128, vocabulary=8192, context=128, layers=2),
             "GPT-2 of 12 layers": language(2, 128, vocabulary=8192, context=128, layers=12),
             "BERT": language(4, 128, "BERT", vocabulary=8192, context=128, layers=2),
+            "ResNet, 1 block a stage": resnet(8, 64, blocks=(1, 1, 1, 1)),
+            "UNet": {
+                "model": "UNet",
+                "shape": "2 images of 32 px, 4 levels, width 64",
+                "options": {},
+                "data": _images(2, 32, 1000),
+                "optimizer": "adamw",
+            },
         },
         "full": {
             "ResNet-50": resnet(256, 224),
