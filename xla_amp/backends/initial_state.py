@@ -49,7 +49,7 @@ def create(optimizer: Optimizer) -> None:
         return
     init_group: Callable[..., Any] = optimizer._init_group  # type: ignore[attr-defined]
     lists = len(inspect.signature(init_group).parameters) - 1
-    with torch.no_grad(), _OutsideStep():
+    with torch.no_grad(), _OutsideStep():  # type: ignore[no-untyped-call]
         for group in optimizer.param_groups:
             init_group(group, *([] for _ in range(lists)))
             if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
