@@ -49,7 +49,6 @@ SUPPLIES: Mapping[str, str] = MappingProxyType(
         "replicas": "name of the axis over the processes that train together (for `jax.lax.pmax`), None for one",
         "wide": "whether half sums are to be returned in float32: the devices of a mesh have parts of them",
         "partitioned": "whether XLA splits the program over the devices of a mesh (it cannot split a custom kernel)",
-        "compute": "compute capability of the NVIDIA GPU that the program is for, (9, 0); None where it is not known",
         "platform": "the XLA platform that the program is lowered for: 'cpu', 'gpu' or 'tpu'",
     }
 )

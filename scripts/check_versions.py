@@ -36,8 +36,6 @@ FOLLOWS = (
     "libtpu",
     "flax",
     "orbax-checkpoint",
-    "tokamax",
-    "typeguard",
     "torch",
 )
 """Packages that the constraints leave to pip: they belong to one version of JAX, torch or Python."""

@@ -43,8 +43,6 @@ class Attention:
     platform: str
     partitioned: bool = False
     """Whether XLA splits the program over the devices of a mesh."""
-    compute: tuple[int, int] | None = None
-    """Compute capability of the NVIDIA GPU that the program is for, where it is known."""
 
     @property
     def summary(self) -> str:

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 
 from xla_amp.lowering import forms
-from xla_amp.lowering.attention import blocked, cudnn, flash, full_matrix, splash, tokamax
+from xla_amp.lowering.attention import blocked, cudnn, flash, full_matrix, splash
 from xla_amp.lowering.attention.attention_call import Attention, AttentionForm
 from xla_amp.lowering.linalg.contraction import Operand
 from xla_amp.lowering.operand import Permuted, as_dtype, materialize
 from xla_amp.lowering.registry import register
 
-FORMS: Final = (splash.FORM, flash.FORM, tokamax.FORM, cudnn.FORM, blocked.FORM, full_matrix.FORM)
+FORMS: Final = (splash.FORM, flash.FORM, cudnn.FORM, blocked.FORM, full_matrix.FORM)
 """In order of preference: the first without an objection computes the call."""
 
 
@@ -41,7 +41,6 @@ def attention(
     rng: jax.Array | None = None,
     platform: str,
     partitioned: bool = False,
-    compute: tuple[int, int] | None = None,
 ) -> tuple[jax.Array | None, ...]:
     """(output, logsumexp, four unused results, the PRNG key as int64[2] if `dropout` > 0, two unused results)."""
     call = Attention(
@@ -55,7 +54,6 @@ def attention(
         rng=rng if dropout > 0 else None,
         platform=platform,
         partitioned=partitioned,
-        compute=compute,
     )
     output, logsumexp = form_of(call).forward(call)
     seed = as_dtype(jax.random.key_data(call.rng), np.int64) if call.rng is not None else None
@@ -84,7 +82,6 @@ def attention_backward(
     scale: float | None = None,
     platform: str,
     partitioned: bool = False,
-    compute: tuple[int, int] | None = None,
 ) -> tuple[jax.Array | None, ...]:
     """Gradients of query, key, value and bias, each None unless `wanted`."""
     rng = None
@@ -101,7 +98,6 @@ def attention_backward(
         rng=rng,
         platform=platform,
         partitioned=partitioned,
-        compute=compute,
     )
     gradients = form_of(call).backward(call, grad, output, logsumexp, wanted[3])
     return tuple(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))

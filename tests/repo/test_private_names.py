@@ -22,7 +22,7 @@ from source_tree import ROOT, modules
 
 ROWS = tomllib.loads((ROOT / "xla_amp" / "private_names.toml").read_text("utf-8"))["private"]
 NAMES = {name: row for row in ROWS for name in row["names"]}
-ELSEWHERE = ("xla_amp/integrations/", "xla_amp/backends/torch_xla/", "lowering/attention/tokamax.py")
+ELSEWHERE = ("xla_amp/integrations/", "xla_amp/backends/torch_xla/")
 """Files that use names of frameworks, which the table is not about."""
 
 

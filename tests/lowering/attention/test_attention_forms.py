@@ -17,7 +17,7 @@ import torch
 import xla_amp
 from xla_amp.errors import KernelWarning
 from xla_amp.lowering import forms
-from xla_amp.lowering.attention import blocked, cudnn, flash, full_matrix, sdpa, splash, tokamax, tpu_kernels
+from xla_amp.lowering.attention import blocked, cudnn, flash, full_matrix, sdpa, splash, tpu_kernels
 from xla_amp.lowering.attention.attention_call import Attention
 from xla_amp.lowering.operand import Permuted
 from xla_amp.tools.inspect import targets
@@ -321,83 +321,25 @@ def test_cudnn_forward_and_backward(shape, bias, causal, written_out):
 
 
 @pytest.mark.skipif(not targets.available("h200"), reason="no compiler for a GPU here")
-@pytest.mark.parametrize(
-    ("name", "compute", "calls"),
-    [
-        ("cudnn", None, ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]),
-        ("tokamax", (9, 0), ["mosaic_gpu_v2"] * 3),  # forward; gradients of keys and values; of the query
-    ],
-)
-def test_a_program_for_a_gpu_calls_kernels_once_in_each_pass_and_has_no_score_matrix(name, compute, calls, compilers):
+def test_a_program_for_a_gpu_calls_kernels_once_in_each_pass_and_has_no_score_matrix(compilers):
     """16 x 1024 tokens with 12 causal heads of 64: a score matrix would take 384 MiB, the eight arrays take 192."""
-    if name == "tokamax":
-        pytest.importorskip("tokamax")
 
     def step(query: Any, key: Any, value: Any, grad: Any) -> Any:
         arrays = [x.transpose(0, 2, 1, 3) for x in (query, key, value, grad)]
-        settings = {"causal": True, "platform": "gpu", "compute": compute}
-        call = Attention(query=arrays[0], key=arrays[1], value=arrays[2], **settings)
+        call = Attention(query=arrays[0], key=arrays[1], value=arrays[2], causal=True, platform="gpu")
         form = sdpa.form_of(call)
-        assert form.name == name
+        assert form.name == "cudnn"
         results = computed(form, call, arrays[3])
         return [results[name].transpose(0, 2, 1, 3) for name in ("output", "query", "key", "value")]
 
     arrays = [jax.ShapeDtypeStruct((16, 1024, 12, 64), jnp.bfloat16)] * 4
     compiled = compilers.compile(targets.lower(step, *arrays, target="h200"), "h200")
-    assert re.findall(r' custom-call\(.*_target="([^"]+)"', compiled.hlo) == calls
+    assert re.findall(r' custom-call\(.*_target="([^"]+)"', compiled.hlo) == [
+        "__cudnn$fmhaSoftmax",
+        "__cudnn$fmhaSoftmaxBackward",
+    ]
     assert compiled.peak_memory <= 200 << 20
     assert "1024,1024" not in compiled.hlo
-
-
-# -- tokamax on GPUs --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tokamax_in_xla(monkeypatch):
-    """tokamax's reference of its kernels: the same arguments and residuals, computed by XLA."""
-    base = pytest.importorskip("tokamax._src.ops.attention.base")
-    monkeypatch.setattr(
-        tokamax._library(),
-        "PallasMosaicGpuFlashAttention",
-        lambda: base.DotProductAttention(vjp=base.DotProductAttentionVjp()),
-    )
-    yield
-    tokamax._forward.clear_cache()
-    tokamax._backward.clear_cache()
-
-
-@pytest.mark.parametrize(
-    ("shape", "causal", "scale"),
-    [((2, 2, 2, 256, 256, 64, 64), True, None), ((1, 4, 2, 128, 256, 128, 128), False, 0.4)],
-)
-def test_tokamax_forward_and_backward(shape, causal, scale, tokamax_in_xla, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["train.py", "--epochs", "3"])  # of the user's program; tokamax has flags, too
-    query, key, value, grad = made(jnp.bfloat16, *shape)
-    settings = {"causal": causal, "given_scale": scale, "platform": "gpu", "compute": (9, 0)}
-    call = Attention(query=query, key=key, value=value, **settings)
-    assert tokamax.FORM.objection(call) is None
-    want = exact((query, key, value, grad), None, causal, scale)
-    del want["bias"]
-    agree(computed(tokamax, call, grad), want, TOLERANCES[jnp.bfloat16])
-
-
-@pytest.mark.parametrize(
-    ("changes", "objection"),
-    [
-        ({}, "which GPU it is for is not known"),
-        ({"compute": (8, 0)}, "for GPUs of compute capability 9.0"),
-        ({"dtype": jnp.float32}, "not for float32"),
-        ({"bias": jax.ShapeDtypeStruct((1024, 1024), jnp.bool_)}, "it has a mask or bias"),
-        ({"rows": 64}, "rows and columns must be multiples of 128"),
-        ({"columns": 128}, "fewer than 256 columns: a small score matrix costs less"),
-        ({"width_of_value": 128}, "features must be 64 or 128, in the result, too"),
-        ({"partitioned": True}, "XLA does not split a kernel over a mesh"),
-        ({"rng": 0, "dropout": 0.1}, "it has dropout"),
-    ],
-)
-def test_what_tokamax_objects_to(changes, objection):
-    given = {} if not changes else {"compute": (9, 0)}
-    assert tokamax.FORM.objection(example(**{"platform": "gpu"} | given | changes)) == objection
 
 
 def test_a_refused_kernel_is_replaced_with_one_warning(monkeypatch):
@@ -486,7 +428,6 @@ def _features(number: int) -> dict[str, int]:
         ({"platform": "gpu"}, "cudnn"),
         ({"platform": "gpu", "dtype": jnp.float16, "causal": False}, "cudnn"),
         ({"platform": "gpu", **_LONG}, "cudnn"),
-        ({"platform": "gpu", "compute": (8, 0)}, "cudnn"),
         ({"platform": "gpu", "bias": _MASKS}, "cudnn"),
         ({"platform": "gpu", "rows": 1, "bias": _MASKS}, "full matrix"),  # a token at a time, with a mask
         ({"platform": "gpu", "columns": 128}, "full matrix"),
@@ -515,7 +456,6 @@ def test_the_choice_says_what_each_form_before_it_objected_to():
     assert dict(choice.left_out) == {
         "splash": "for tpu",
         "flash": "for tpu",
-        "tokamax": "which GPU it is for is not known",
         "cudnn": "the result has other features than the query",
         "blocked": "fewer than 1024 rows, or a score matrix of less than 1024 MiB",
     }
@@ -527,7 +467,6 @@ def test_the_choice_has_the_memory_of_each_form_for_the_platform():
     assert choice.form == "cudnn"
     # A float32 number for each of 8 x 1024 rows is 32 KiB, and one for each of 1024 scores of each row 32 MiB.
     assert dict(choice.costs) == {
-        "tokamax": 3 * 32 * 1024,
         "cudnn": 2 * 32 * 1024,
         "blocked": 3 * (32 << 20) // 8 + 2 * 2 * 4 * 8 * 1024 * 64,  # 128 rows at a time; wide keys and values
         "full matrix": 2 * (32 << 20),

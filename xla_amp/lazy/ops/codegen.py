@@ -23,7 +23,7 @@ from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Family, Instruction, Spec, add_parameter, instruction_cache, spec, trace
 from xla_amp.lazy.ops.checks import argument_rules, shape_inference
 from xla_amp.lazy.ops.operators import functional_variant
-from xla_amp.lazy.programs import mesh, pjrt
+from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.programs.compile import Context
 from xla_amp.lazy.steps.loops import look
 from xla_amp.lazy.tensors import tensor_io
@@ -204,8 +204,6 @@ class _Operation:
             supplies = wanted | {name: getattr(context, name) for name in of_context}
             if "partitioned" in lowering.supplies:
                 supplies["partitioned"] = mesh.is_partitioned()
-            if "compute" in lowering.supplies:
-                supplies["compute"] = pjrt.compute_capability()
             if "rng" in lowering.supplies:
                 supplies["rng"] = rng
             positional, keywords = [], {}
