@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,16 +17,15 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xla_amp.backends import devices
-from xla_amp.backends.trees import tree_map_only
 
-_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that have their state, or make it in a step."""
+_without: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that have no state, or make it in a step."""
 
 
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """`create` in a hook before a step; where the step gets a closure, after that, which computes the gradients."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None or optimizer in _seen or not _makes_state(optimizer):
+    if closure is None or optimizer.state or optimizer in _without:
         return create(optimizer)
 
     def then_create() -> Any:
@@ -42,11 +42,10 @@ def create(optimizer: Optimizer) -> None:
     Only for steps of torch.optim's own classes.  SGD's momentum begins as zeros, where torch begins with a copy of the
     gradient: the first step leaves the same momentum.
     """
-    if optimizer in _seen:
+    if optimizer.state or optimizer in _without:
         return
-    _seen.add(optimizer)
     if not _makes_state(optimizer):
-        return
+        return _without.add(optimizer)
     init_group: Callable[..., Any] = optimizer._init_group  # type: ignore[attr-defined]
     lists = len(inspect.signature(init_group).parameters) - 1
     with torch.no_grad(), _OutsideStep():  # type: ignore[no-untyped-call]
@@ -56,12 +55,16 @@ def create(optimizer: Optimizer) -> None:
                 for parameter in group["params"]:
                     if parameter.grad is not None and not parameter.grad.is_sparse:
                         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    if not optimizer.state:
+        _without.add(optimizer)
+    return None
 
 
 def _makes_state(optimizer: Optimizer) -> bool:
+    """Whether its step is one of torch.optim's that make state."""
     plain = torchs_class(optimizer)
     owner = next((c for c in plain.__mro__ if "_init_group" in vars(c)), None)
-    if optimizer.state or owner is None or not is_torchs(owner):
+    if owner is None or not is_torchs(owner):
         return False
     return inspect.unwrap(plain.step) is inspect.unwrap(owner.step)  # type: ignore[attr-defined]
 
@@ -84,15 +87,22 @@ class _OutsideStep(TorchDispatchMode):
         kwargs = kwargs or {}
         name, engine = func.overloadpacket.__name__, devices.engine()
         device = kwargs.get("device") or getattr(args[0] if args else None, "device", None)
-        if device is not None and device.type == engine.DEVICE_TYPE and name in ("zeros", "zeros_like", "new_zeros"):
-            shape = func(*tree_map_only(torch.Tensor, _on_meta, args), **{**kwargs, "device": "meta"})
-            made = engine.zeros([(shape.shape, shape.dtype)])
-            if made is not None:
-                return made[0]
-        elif device is not None and device.type == engine.DEVICE_TYPE and name == "ones":
-            return engine.to_device(func(*args, **{**kwargs, "device": "cpu"}))
+        if device is not None and device.type == engine.DEVICE_TYPE:
+            if name in _SIZES:
+                dtype = kwargs.get("dtype") or getattr(args[0], "dtype", torch.get_default_dtype())
+                made = engine.zeros([(torch.Size(_SIZES[name](*args)), dtype)])
+                if made is not None:
+                    return made[0]
+            elif name == "ones":
+                return engine.to_device(func(*args, **{**kwargs, "device": "cpu"}))
         return func(*args, **kwargs)
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="meta")
+_SIZES: Mapping[str, Callable[..., Sequence[int]]] = MappingProxyType(
+    {
+        "zeros": lambda size, *_: size,
+        "zeros_like": lambda tensor, *_: tensor.shape,
+        "new_zeros": lambda tensor, size, *_: size,
+    }
+)
+"""The size of the zeros that an operation makes."""

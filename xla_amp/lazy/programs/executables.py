@@ -120,8 +120,9 @@ def _load(folder: disk.Folder, name: str, devices: list[jax.Device]) -> jax.stag
         if _LAPACK in data:
             private_api.prepare_lapack()
         with private_api.x64():
+            payload, takes, returns = pickle.loads(data)
             compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
-                *pickle.loads(data), backend=devices[0].client, execution_devices=devices
+                payload, takes, returns, backend=devices[0].client, execution_devices=devices
             )
     except Exception as error:  # whatever the pickle, JAX or XLA raise for what they cannot read
         folder.remove(name, f"it cannot be loaded ({type(error).__name__}: {error})")
