@@ -6,11 +6,13 @@ import weakref
 from itertools import starmap
 from typing import Any
 
+import numpy as np
 import torch
 
 from xla_amp import config
 from xla_amp.backends.trees import tree_leaves
 from xla_amp.lazy.capture.guards import Guards
+from xla_amp.lazy.capture.module_tree import is_frozen, plain
 from xla_amp.lazy.capture.numbers import ReplayNumbers
 from xla_amp.lazy.capture.reach import NotReplayableError, Values
 from xla_amp.lazy.capture.recording import Recording, require_replaced
@@ -89,7 +91,7 @@ class CacheEntry:
         last, self.last = self.last, None
         run.require_one_program()
         leaves, gradients = tree_leaves(result), [parameter.grad for parameter in guards.parameters]
-        run.plain = [item for item in leaves if not isinstance(item, torch.Tensor)]
+        run.plain = [_constant(item) for item in leaves if not isinstance(item, torch.Tensor)]
         needs_backward = any(isinstance(item, torch.Tensor) and item.requires_grad for item in leaves)
         if needs_backward and not (run.numbers.optimizers or any(map(run.has_written, gradients))):
             raise NotReplayableError(
@@ -100,8 +102,12 @@ class CacheEntry:
         if last is None:
             self.last = run
             return result
-        if [(type(item), item) for item in run.plain] != [(type(item), item) for item in last.plain]:
-            raise NotReplayableError(f"it returns a Python value that changes: {last.plain} and then {run.plain}")
+        if run.plain != last.plain:
+            kinds = ", ".join(dict.fromkeys(kind.__name__ for kind, *_ in (*last.plain, *run.plain)))
+            raise NotReplayableError(
+                f"it returns a Python value that is another one in each call (among {kinds}); return tensors and "
+                "constants, in tuples, lists and dictionaries"
+            )
         storages = guards.storages(after)
         require_replaced(last, run, storages)
         replay = Replay(last, run, result, tensors)
@@ -145,6 +151,18 @@ class CacheEntry:
             if parameter.grad is not grad:
                 parameter.grad = grad
         return (replay.results(tensors, computed),)
+
+
+def _constant(value: Any) -> tuple[Any, ...]:
+    """An entry of a Python value that a call returned: equal if a replay may return it again.
+
+    An object that is no plain value may hold tensors, so it is equal to itself only.
+    """
+    if is_frozen(value):
+        return plain(value)
+    if isinstance(value, np.generic):
+        return type(value), value.tobytes()
+    return type(value), id(value), value
 
 
 def _is_replaced(parameter: torch.nn.Parameter, left: torch.Tensor | None, dropped: weakref.ref[Buffer] | None) -> bool:

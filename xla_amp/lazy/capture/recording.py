@@ -80,7 +80,7 @@ class Recording:
     """Those whose memory it takes."""
 
     plain: list[Any]
-    """Python values that the call returned."""
+    """An entry for each Python value that the call returned."""
 
     def __init__(
         self,
