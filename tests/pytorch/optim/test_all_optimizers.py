@@ -155,6 +155,29 @@ def test_a_parameter_without_a_gradient_gets_no_state():
     assert list(optimizer.state) == [model[0].weight]
 
 
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "SparseAdam"])
+def test_a_state_of_the_cpu_goes_on(name):
+    def step(model, optimizer, x, y):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    def made(device):
+        model, *batch = networks(device)
+        return model, getattr(torch.optim, name)(model.parameters(), **{"lr": 0.01, **OPTIONS[name]}), *batch
+
+    theirs, ours = made("cpu"), made(xla_amp.xla_device())
+    for _ in range(3):
+        step(*theirs)
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        mine.load_state_dict(copy.deepcopy(other.state_dict()))
+    for each in (theirs, ours):
+        step(*each)
+        step(*each)
+    for mine, other in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
+        torch.testing.assert_close(mine.detach().cpu(), other.detach(), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["Adafactor", "Adagrad"])
 @pytest.mark.parametrize("maximize", [False, True])
 def test_those_that_torch_steps_on_the_host_in_double(name, maximize):
