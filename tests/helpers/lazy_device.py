@@ -11,7 +11,7 @@ import jax
 import torch
 from torch.utils._pytree import tree_leaves
 
-from xla_amp import lazy as engine
+import xla_amp
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
@@ -50,11 +50,11 @@ class Counts:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counts]:
-    """Counts what the engine does inside the block."""
-    before = engine.metrics()
+    """Counts what the engine, the lazy device or torch_xla, does inside the block."""
+    before = xla_amp.metrics()
     counts = Counts()
     yield counts
-    after = engine.metrics()
+    after = xla_amp.metrics()
     counts.values = {name: after[name] - before[name] for name in after}
 
 
