@@ -171,7 +171,7 @@ def _replace_safe_open() -> None:
 def _replace_printing() -> None:
     original: Callable[..., str] = torch.Tensor.__repr__
 
-    @functools.wraps(original)
+    @functools.wraps(original)  # type: ignore[arg-type]
     def __repr__(self: Any, *, tensor_contents: Any = None) -> str:  # `causes` knows what waits by this name
         plain = type(self) in tensor_io.PLAIN
         if tensor_contents is not None or not plain or self.device.type != DEVICE_TYPE:
