@@ -1,6 +1,6 @@
-"""PyTorch's own lists of operations that autocast must handle, and its procedure, for a device and a policy of ours.
+"""PyTorch's lists of the operations that autocast must handle, and how it tests them, for our devices and policies.
 
-The procedure (`TestAutocast._run_autocast_outofplace`) calls each operation as a function and as a method, checks the
+The test (`TestAutocast._run_autocast_outofplace`) calls each operation as a function and as a method, checks the
 dtype and autocast's state around the call, and demands bit for bit what casting by hand outside autocast gives.  It
 opens its regions through `torch.amp.autocast`; here that name is ours, so that a policy can be chosen.
 """

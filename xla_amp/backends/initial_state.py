@@ -25,7 +25,7 @@ _without: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """`create` in a hook before a step; where the step gets a closure, after that, which computes the gradients."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None or optimizer.state or optimizer in _without:
+    if closure is None or optimizer.state or optimizer in _without or not _makes_state(optimizer):
         return create(optimizer)
 
     def then_create() -> Any:

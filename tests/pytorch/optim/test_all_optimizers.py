@@ -146,6 +146,30 @@ def test_the_first_step_is_the_program_of_the_next_ones(name, closure):
     torch.testing.assert_close([p.cpu() for p in model.parameters()], list(expected.parameters()), atol=1e-5, rtol=1e-4)
 
 
+def test_another_librarys_step_gets_all_its_arguments():
+    class Scaled(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        def step(self, closure, *, factor):
+            loss = closure()
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.sub_(parameter.grad, alpha=factor)
+            return loss
+
+    model, x, y = networks(xla_amp.xla_device())
+    optimizer, before = Scaled(model.parameters()), model[0].weight.detach().clone()
+
+    def closure():
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure, factor=0.5).isfinite()
+    torch.testing.assert_close(model[0].weight.detach(), before - 0.5 * model[0].weight.grad)
+
+
 def test_a_parameter_without_a_gradient_gets_no_state():
     model, x, y = networks(xla_amp.xla_device())
     model[2].weight.requires_grad_(False)
