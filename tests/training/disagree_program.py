@@ -74,6 +74,8 @@ def train(case, rank):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         own = 1.0 + rank if case == "factor" else 1.0  # of this process's batch
         loss = own * F.mse_loss(model(x), x)
+        if case == "hold, function":  # a program with a user's function has no description
+            loss = xla_amp.jax.torch_function(lambda value: value * 2)(loss)
         if other:
             go_another_way(case, loss, model, device)
         if other and case == "order":
@@ -85,6 +87,9 @@ def train(case, rank):
             xm.optimizer_step(optimizer)
             xm.all_reduce(xm.REDUCE_MAX, [loss.detach()])
         xla_amp.sync()
+        # The next program cannot overwrite what this still holds.
+        held = [xla_amp.jax.to_jax(each.detach()) for each in model.parameters()] if other and "hold" in case else []
+    del held
     print("finished", model.weight.sum().item())
 
 

@@ -7,6 +7,7 @@ that holds a collective before each run (`agreement`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import errno
 import hashlib
@@ -30,8 +31,8 @@ from xla_amp.errors import EngineError
 from xla_amp.lazy.distributed import agreement, shared_numbers
 from xla_amp.lazy.distributed.agreement import is_loopback
 from xla_amp.lazy.graph.tape import Tape
-from xla_amp.lazy.programs import execute, mesh
-from xla_amp.lazy.programs.compile import XlaProgram
+from xla_amp.lazy.programs import content, execute, mesh
+from xla_amp.lazy.programs.compile import XlaProgram, build
 from xla_amp.policy import regions, resolve
 from xla_amp.policy.policy import Policy
 
@@ -243,11 +244,35 @@ def name_of(rank: int) -> str:
     return f"process {rank} ({_where(_met[rank])})" if rank < len(_met) else f"process {rank}"
 
 
-def admit(program: XlaProgram, arguments: Sequence[Any]) -> None:
-    """Sets the digest of a new program that several processes run together."""
+def admit(program: XlaProgram) -> None:
+    """Sets the digest of a new program that several processes run together.
+
+    On a CPU it leaves out which inputs the program may overwrite: one process may still hold a value that another has
+    dropped.  Elsewhere the executables of all processes must be the same.
+    """
     if any(instruction.collective for instruction in program.instructions.values()) or mesh.spans_processes():
-        program.digest = hashlib.sha256(program.jitted.lower(*arguments).as_text().encode()).digest()
+        try:
+            program.digest = content.meaning(program)
+        except content.NoDescriptionError:
+            program.digest = hashlib.sha256(_without_donation(program).lower().as_text().encode()).digest()
+        if program.context.platform != "cpu":
+            program.digest = hashlib.sha256(program.digest + repr(program.donated).encode()).digest()
         program.shared = None if mesh.spans_processes() else shared_numbers.positions(program)
+
+
+def _without_donation(program: XlaProgram) -> XlaProgram:
+    tape = Tape(program.key.code)
+    specs, numbers = tape.specs(), [node.first for node in tape if node.is_parameter]
+    ints = sum(node.instruction.ints for node in tape)
+    _, _, floats, words = program.abstract
+    return build(
+        dataclasses.replace(program.key, spent=()),
+        numbers,
+        [spec for number in numbers if (spec := specs[number]) is not None],
+        (floats.shape[0], ints),
+        (words.shape[0] - ints) // 2,
+        program.context.platform,
+    )
 
 
 class together:
@@ -316,6 +341,7 @@ def _describe(program: XlaProgram, numbers: Sequence[np.ndarray]) -> bytes:
         ],
         "lines": [node.instruction.location for node in tape],
         "results": len(program.outputs),
+        "memory": [] if program.context.platform == "cpu" else list(program.donated),
         "numbers": [repr(number) for each in numbers for number in each.tolist()],
         "autocast": _autocast(),
         "begin": "the start" if _ended_at is None else _line(_ended_at),
@@ -364,6 +390,8 @@ def _difference(first: int, here: Mapping[str, Any], second: int, there: Mapping
         found.append(f"operation {min(lengths)} is {_operation(longer, min(lengths))}, only on process {rank}")
     elif here["results"] != there["results"]:
         found.append(f"{here['results']} values are kept on process {first}, {there['results']} on process {second}")
+    elif here["memory"] != there["memory"]:
+        found.append("a value that the program may overwrite on one of them is still held on the other")
     elif here["numbers"] != there["numbers"]:
         one, other = next((a, b) for a, b in zip(here["numbers"], there["numbers"], strict=True) if a != b)
         found.append(

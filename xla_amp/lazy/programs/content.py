@@ -71,17 +71,25 @@ def digest(program: XlaProgram, arguments: Sequence[Any]) -> str:
     Raises:
         NoDescriptionError: it contains a value that has no description.
     """
+    memory = program.key.spent, program.donated, program.kept, list(map(_argument, jax.tree.leaves(arguments)))
+    return hashlib.sha256(_environment() + meaning(program) + repr(memory).encode()).hexdigest()
+
+
+def meaning(program: XlaProgram) -> bytes:
+    """Digest of what a program computes, whichever inputs it may overwrite; processes that run it together have one.
+
+    Raises:
+        NoDescriptionError: as `digest`.
+    """
     key = program.key
-    parts = hashlib.sha256(_environment())
+    parts = hashlib.sha256(_sources().encode())
     for node in nodes(key.code):
         parts.update(_of_instruction(node.instruction))
         parts.update(repr((tuple(node.draw), tuple(node.inputs))).encode())
-    kept = (key.wanted, key.spent, program.donated, program.kept, program.context)
-    parts.update(repr(kept).encode())
     layouts = [*key.shardings.parameters, *key.shardings.wanted]
-    parts.update(repr((layouts and list(map(_sharding, layouts)), key.shardings.in_product_dtype)).encode())
-    parts.update(repr(list(map(_argument, jax.tree.leaves(arguments)))).encode())
-    return parts.hexdigest()
+    places = layouts and list(map(_sharding, layouts)), key.shardings.in_product_dtype
+    parts.update(repr((key.wanted, program.context, places)).encode())
+    return parts.digest()
 
 
 def _environment() -> bytes:
@@ -89,7 +97,6 @@ def _environment() -> bytes:
     options = {name: repr(value) for name, value in jax.config.values.items() if not _NOT_OF_PROGRAMS.search(name)}
     found = (
         _machine(),
-        _sources(),
         sorted(options.items()),
         sorted(config.xla_environment().items()),
         sorted(compile_options.for_platform(pjrt.platform()).items()),

@@ -47,7 +47,7 @@ def flush_begins(parameters: list[Buffer], held: list[bool]) -> None:
 
 
 @events.Point
-def program_admitted(program: XlaProgram, arguments: Sequence[Any]) -> None:
+def program_admitted(program: XlaProgram) -> None:
     """Before the first run of each program."""
 
 
@@ -283,7 +283,7 @@ def _first_run(run: _Flush, program: XlaProgram, floats: np.ndarray, ints: np.nd
     if program_admitted.listeners:
         index_of = {id(buffer): index for index, buffer in enumerate(run.parameters)}
         program.overwritten = tuple(index_of[id(buffer)] for buffer in run.targets[: run.overwritten])
-        program_admitted(program, (donated, kept, floats, ints))
+        program_admitted(program)
     if mesh.replicas or mesh.spans_processes():
         # After the processes have agreed on the program (`running_together`).
         program.call = functools.partial(executables.first_call, program)
