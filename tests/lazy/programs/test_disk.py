@@ -106,7 +106,7 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from xla_amp.lazy.programs.disk import Folder
 parent = os.getpid()
-for _ in range(50):
+for _ in sys.stdin:
     child = os.fork()
     if not child:
         folder = Folder(Path(sys.argv[2]))
@@ -124,10 +124,12 @@ def test_fifty_kills_leave_complete_files(tmp_path: Path) -> None:
     root = str(Path(disk.__file__).parents[3])
     partial = 0
     # One process imports the package, and forks each writer.
-    parent = subprocess.Popen([sys.executable, "-c", WRITER, root, tmp_path], stdout=subprocess.PIPE)
-    assert parent.stdout is not None
+    pipe = subprocess.PIPE
+    parent = subprocess.Popen([sys.executable, "-c", WRITER, root, tmp_path], stdin=pipe, stdout=pipe, bufsize=0)
+    assert parent.stdin is not None and parent.stdout is not None  # noqa: PT018
     try:
         for number in range(50):
+            parent.stdin.write(b"next\n")
             writer = int(parent.stdout.readline())
             time.sleep(0.02 + 0.003 * (number % 10))
             os.kill(writer, signal.SIGKILL)
