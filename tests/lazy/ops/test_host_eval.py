@@ -122,9 +122,13 @@ def test_questions_about_masks_of_many_lengths_compile_nothing(device: torch.dev
             mask = expected.to(device)
             with counted() as counts:
                 found = [bool(mask.bool().all()), bool(mask.any()), bool(mask[1:].any()), bool(mask[:0].bool().all())]
-            assert found == [bool(expected.all()), bool(expected.any()), bool(expected[1:].any()), True]
-            assert counts.host_values == 4
+                found.append(bool(mask.bool().sum() == length))
+            assert found == [bool(expected.all()), bool(expected.any()), bool(expected[1:].any()), True, 0 not in rows]
+            assert counts.host_values == 5
             assert counts.host_syncs == 0
+    engine.sync()  # the loop's trace, before it ends by itself
     with counted() as counts:
-        assert not torch.tensor([1] * 8 + [0]).to(device).bool().all()
-    assert (counts.compilations, counts.host_values) == (0, 1)
+        mask = torch.tensor([1] * 8 + [0]).to(device).bool()
+        assert not mask.all()
+        assert [bool(mask.sum() == number) for number in (8, 9)] == [True, False]
+    assert (counts.compilations, counts.host_values) == (0, 3)

@@ -37,8 +37,14 @@ _MOST_ELEMENTS = 1 << 22
 _FAR = 256
 """Count of values in the trace after which a float is probably a loss, so it is not evaluated here."""
 
-_BY_NUMPY: dict[str, Callable[[np.ndarray], Any]] = {"_to_copy": np.asarray, "all": np.all, "any": np.any}
-"""Operations on one value that need no program where the result is boolean: a padding mask has many lengths."""
+_BY_NUMPY: dict[tuple[str, Any], Callable[..., Any]] = {
+    ("_to_copy", torch.bool): np.asarray,
+    ("all", torch.bool): np.all,
+    ("any", torch.bool): np.any,
+    ("sum", torch.int64): np.sum,
+    ("eq.Scalar", torch.bool): np.equal,
+}
+"""(operation, dtype of its result) that need no program: questions about padding masks, which have many lengths."""
 
 _programs = program_cache.new_cache()
 
@@ -128,9 +134,13 @@ def _by_numpy(chosen: list[_HostNode]) -> np.ndarray | None:
     for node in chosen:
         found, name, result = node.array, node.instruction.name, node.instruction.outs[0]
         if found is None:
-            if name not in _BY_NUMPY or result is None or result.dtype is not torch.bool:
+            compute = None if result is None else _BY_NUMPY.get((name, result.dtype))
+            given = values[node.inputs[0]].dtype if compute is not None else None
+            exact = {"sum": given == np.bool_, "eq.Scalar": given == np.int64 and len(node.ints) == 1}
+            if compute is None or not exact.get(name, True):
                 return None
-            found = np.asarray(_BY_NUMPY[name](values[node.inputs[0]]), bool)
+            kind = np.int64 if name == "sum" else np.bool_
+            found = np.asarray(compute(values[node.inputs[0]], *node.ints), kind)
         values[node.first] = found
     return found
 
