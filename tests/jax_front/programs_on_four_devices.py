@@ -1,11 +1,12 @@
 """Programs on a mesh of 4 virtual CPU devices, in float32 on one device and under autocast on the mesh.
 
-Arguments: the name of a mesh, then names of programs.  Prints for each program, as JSON, how far autocast's results and
-gradients are from float32's, and what else differs (`compare`).
+Each argument is MESH/PROGRAM.  Prints for each, as JSON, how far autocast's results and gradients are from float32's,
+and what else differs (`compare`).
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -226,7 +227,6 @@ def flax_module(w, x):
 
 PROGRAMS = {
     "perceptron": perceptron,
-    "attention": attention,
     "block": block,
     "scan": scanned(block),
     "checkpoint": jax.checkpoint(block),
@@ -264,25 +264,34 @@ def distance(one, other):
     return float(np.linalg.norm(np.float32(one) - np.float32(other)) / (np.linalg.norm(np.float32(other)) + 1e-30))
 
 
-def wide_products(function, *args):
+def wide_products(text):
     """Types of the products of a program that read float32."""
-    text = jax.jit(function).lower(*args).as_text()
     products = re.findall(r"stablehlo\.(?:dot_general|convolution)\b.*?: \((.*?)\) ->", text)
     assert products
     return [each for each in products if each.count("xbf16>") != 2]
 
 
-def compare(function, mesh, alone):
+def one_device():
+    _, names, types = MESHES["explicit"]
+    return jax.make_mesh((1, 1), names, axis_types=types, devices=jax.devices()[:1])
+
+
+@functools.cache
+def exactly(program):
+    """Result and gradients in float32 on one device, to compare those of each mesh with."""
+    with jax.set_mesh(alone := one_device()):
+        return jax.device_get(jax.jit(both(PROGRAMS[program], lambda f: f, False))(*arguments(alone)))
+
+
+def compare(program, mesh):
     """For autocast around a function and around its gradient: errors, and results whose sharding is another one."""
-    with jax.set_mesh(alone):
-        exact = jax.device_get(jax.jit(both(function, lambda f: f, False))(*arguments(alone)))
-    found = {}
+    function, exact, found = PROGRAMS[program], exactly(program), {}
     with jax.set_mesh(mesh):
         args = arguments(mesh)
         plain = jax.jit(both(function, lambda f: f, False))(*args)
         for way, derivative in (("around the function", False), ("around the gradient", True)):
-            cast = both(function, autocast, derivative)
-            got = jax.jit(cast)(*args)
+            lowered = jax.jit(both(function, autocast, derivative)).lower(*args)
+            got = lowered.compile()(*args)
             pairs = [*zip(jax.tree.leaves(got), jax.tree.leaves(plain), strict=True)]
             moved = [
                 f"{jax.typeof(one)} {one.sharding.spec}, not {jax.typeof(other)} {other.sharding.spec}"
@@ -293,11 +302,12 @@ def compare(function, mesh, alone):
             read = [np.any(value) for value in jax.tree.leaves(exact)]
             errors = [distance(*each) for each in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True)]
             kept = [error for error, is_read in zip(errors, read, strict=True) if is_read]
-            found[way] = {"errors": [min(kept), max(kept)], "moved": moved, "wide": wide_products(cast, *args)}
+            found[way] = {"errors": [min(kept), max(kept)], "moved": moved, "wide": wide_products(lowered.as_text())}
         found["eagerly"] = {"errors": [distance(autocast(function)(*args), exact[0])] * 2, "moved": [], "wide": []}
     return found
 
 
+@functools.cache
 def train(mesh):
     """Three steps in float16 with a loss scale, of which the second overflows, watched by a monitor."""
     scaled = value_and_grad(autocast(lambda w, x: jnp.mean(jnp.square(block(w, x))), dtype="float16"))
@@ -331,16 +341,16 @@ def train(mesh):
     }
 
 
-def main(name, *programs):
-    extents, names, types = MESHES[name]
-    mesh = jax.make_mesh(extents, names, axis_types=types)
-    alone = jax.make_mesh((1,) * len(names), names, axis_types=types, devices=jax.devices()[:1])
+def main(*places):
     report = {}
-    for program in programs:
+    for place in places:
+        name, program = place.split("/")
+        extents, names, types = MESHES[name]
+        mesh = jax.make_mesh(extents, names, axis_types=types)
         if program == "training":
-            report[program] = {"mesh": train(mesh), "one": train(alone)}
+            report[place] = {"mesh": train(mesh), "one": train(one_device())}
         else:
-            report[program] = compare(PROGRAMS[program], mesh, alone)
+            report[place] = compare(program, mesh)
     print(json.dumps(report))
 
 
