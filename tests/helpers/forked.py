@@ -21,7 +21,7 @@ from typing import Literal
 MODULES = "torch torch.fx.experimental.symbolic_shapes jax jax.numpy scipy.stats xla_amp.lazy xla_amp.pytorch"
 
 SERVER = r"""
-import importlib, json, os, runpy, sys, types, warnings
+import functools, importlib, json, os, runpy, sys, types, warnings
 for name in sys.argv[1].split():
     importlib.import_module(name)
 
@@ -45,6 +45,9 @@ os.environ.clear()
 os.environ.update(order["environment"])
 os.chdir(order["folder"])
 sys.argv = order["arguments"]
+if order["copies"]:
+    from torch import multiprocessing
+    multiprocessing.spawn = functools.partial(multiprocessing.start_processes, start_method="fork")
 if order["program"] is None:
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -61,6 +64,7 @@ def run(
     program: str | None = None,
     environment: Mapping[str, str] | None = None,
     timeout: float = 280,
+    copies: bool = False,
     warnings: Literal["default", "error", "ignore"] = "default",
 ) -> subprocess.CompletedProcess[str]:
     """What ``python SCRIPT ARGUMENT...`` does or, with a program, ``python -c PROGRAM ARGUMENT...``.
@@ -70,6 +74,7 @@ def run(
         program: Python source.
         environment: of the copy, otherwise that of this process.
         timeout: in seconds.
+        copies: whether the processes that `xla_amp.launch` starts are copies, too, instead of new interpreters.
         warnings: what is done with them, ``-W``.
 
     Raises:
@@ -84,7 +89,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         order: dict[str, object] = {"out": str(out), "err": str(err), "environment": environment}
-        order |= {"folder": os.getcwd(), "arguments": words, "program": program, "warnings": warnings}
+        order |= {"folder": os.getcwd(), "arguments": words, "program": program, "copies": copies, "warnings": warnings}
         print(json.dumps(order), file=server.stdin, flush=True)
         if not select.select([server.stdout], [], [], timeout)[0]:
             _kill(server)

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, logging
 
 import xla_amp
 from xla_amp.errors import XlaAmpError
@@ -53,8 +54,6 @@ COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|coll
 
 def model_and_optimizer(layers: int) -> tuple[Any, Callable[[], torch.optim.Optimizer]]:
     """A GPT-2 of transformers with dropout, and an optimizer for it."""
-    from transformers import GPT2Config, GPT2LMHeadModel, logging
-
     logging.set_verbosity_error()
     config = GPT2Config(
         n_layer=layers, n_embd=64, n_head=4, vocab_size=WORDS, n_positions=TOKENS, bos_token_id=0, eos_token_id=0

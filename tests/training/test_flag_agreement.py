@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).with_name("flag_program.py")
 @pytest.mark.exhaustive
 def test_a_flag_of_one_process_skips_the_step_in_all(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "60"}
-    done = forked.run(PROGRAM, tmp_path, environment=environment)
+    done = forked.run(PROGRAM, tmp_path, environment=environment, copies=True)
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second

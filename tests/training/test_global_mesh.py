@@ -28,7 +28,7 @@ def run(processes, devices, axes, *recipes):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "120"}
     with tempfile.TemporaryDirectory() as folder:
         words = [folder, str(processes), str(devices), "4", axes, *recipes]
-        done = forked.run(PROGRAM, "--layers", "1", "--form", *words, environment=environment)
+        done = forked.run(PROGRAM, "--layers", "1", "--form", *words, environment=environment, copies=True)
         assert done.returncode == 0, done.stderr
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(processes)]
 

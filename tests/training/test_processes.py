@@ -33,16 +33,16 @@ PROGRAM = Path(__file__).with_name("replica_program.py")
 WORLDS = [2, pytest.param(4, marks=pytest.mark.exhaustive)]
 
 
-def start(*arguments):
+def start(*arguments, copies=False):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "120"}
-    return forked.run(PROGRAM, *arguments, environment=environment)
+    return forked.run(PROGRAM, *arguments, environment=environment, copies=copies)
 
 
 @functools.cache
 def run(world, *overflows):
     """What each process saw, by overflow."""
     with tempfile.TemporaryDirectory() as folder:
-        done = start(folder, str(world), *overflows)
+        done = start(folder, str(world), *overflows, copies=True)
         assert done.returncode == 0, done.stderr
         return {
             overflow: [json.loads(Path(folder, f"{world}-{overflow}-{rank}.json").read_text()) for rank in range(world)]
@@ -239,7 +239,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_run_goes_on_from_its_c
     words, seconds = json.loads(done.stdout.splitlines()[-1])
     assert words == f"process {seed % 2} terminated with signal SIGKILL"
     assert seconds < 60  # the timeout that the program sets
-    done = start(str(tmp_path), "2", "resume")
+    done = start(str(tmp_path), "2", "resume", copies=True)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         found = json.loads(Path(tmp_path, f"2-resume-{rank}.json").read_text())
