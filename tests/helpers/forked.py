@@ -18,7 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-MODULES = "torch torch.fx.experimental.symbolic_shapes jax jax.numpy scipy.stats xla_amp.lazy xla_amp.pytorch"
+MODULES = (
+    "torch torch._dynamo torch.fx.experimental.symbolic_shapes jax jax.numpy scipy.stats xla_amp.lazy xla_amp.pytorch "
+    "xla_amp.xla_model xla_amp.syncfree"
+)
+"""torch's optimizers import ``torch._dynamo``, which takes a second."""
 
 SERVER = r"""
 import functools, importlib, json, os, runpy, sys, types, warnings
