@@ -5,17 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import signal
-import subprocess
-import sys
-import time
-import warnings
 from pathlib import Path
 
+import forked
 import pytest
 
 from xla_amp.errors import XlaAmpWarning
-from xla_amp.lazy.programs import disk
 from xla_amp.lazy.programs.disk import Folder
 
 
@@ -100,52 +95,37 @@ def test_a_write_that_fails_in_the_middle_leaves_nothing(tmp_path: Path) -> None
     assert files(tmp_path) == []
 
 
-WRITER = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
+KILLS = """
+import os, signal, sys, time
 from pathlib import Path
 from xla_amp.lazy.programs.disk import Folder
-parent = os.getpid()
-for _ in sys.stdin:
-    child = os.fork()
-    if not child:
-        folder = Folder(Path(sys.argv[2]))
-        print(os.getpid(), flush=True)
-        while os.getppid() == parent:
-            for name in "abcd":
-                folder.write(name, name.encode() * 4_000_000)
-    os.waitpid(child, 0)
-    print("ended", flush=True)
+
+SIZE = 1_000_000
+path, partial = Path(sys.argv[1]), 0
+for number in range(50):
+    writer = os.fork()
+    while not writer:
+        for name in "abcd":
+            Folder(path).write(name, name.encode() * SIZE)
+    while not list(path.glob(f"*.{writer}.*.writing")):
+        time.sleep(0.0005)
+    time.sleep(0.0005 * (number % 10))
+    os.kill(writer, signal.SIGKILL)
+    os.waitpid(writer, 0)
+    for name in "abcd":  # a damaged file would be a warning
+        assert Folder(path).read(name) in (None, name.encode() * SIZE)
+    left = list(path.glob("*.writing"))
+    partial += len(left)
+    for file in left:
+        os.utime(file, (0, 0))
+print(partial)
 """
 
 
 @pytest.mark.exhaustive
 def test_fifty_kills_leave_complete_files(tmp_path: Path) -> None:
-    root = str(Path(disk.__file__).parents[3])
-    partial = 0
-    # One process imports the package, and forks each writer.
-    pipe = subprocess.PIPE
-    parent = subprocess.Popen([sys.executable, "-c", WRITER, root, tmp_path], stdin=pipe, stdout=pipe, bufsize=0)
-    assert parent.stdin is not None and parent.stdout is not None  # noqa: PT018
-    try:
-        for number in range(50):
-            parent.stdin.write(b"next\n")
-            writer = int(parent.stdout.readline())
-            time.sleep(0.02 + 0.003 * (number % 10))
-            os.kill(writer, signal.SIGKILL)
-            assert parent.stdout.readline() == b"ended\n"
-            folder = Folder(tmp_path)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")  # a damaged file would be one
-                for name in "abcd":
-                    assert folder.read(name) in (None, name.encode() * 4_000_000)
-            left = list(tmp_path.glob("*.writing"))
-            partial += len(left)
-            for file in left:
-                os.utime(file, (0, 0))
-    finally:
-        parent.kill()  # a writer without it ends
-        parent.communicate()
-    assert partial > 5  # some of the kills came in the middle of a write
+    done = forked.run(tmp_path, program=KILLS, warnings="error")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 5  # some of the kills came in the middle of a write
     Folder(tmp_path).write("e", b"")
     assert not list(tmp_path.glob("*.writing"))

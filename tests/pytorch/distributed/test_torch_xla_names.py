@@ -123,10 +123,8 @@ def test_launch_in_this_process(monkeypatch):
 def test_launch(tmp_path, count):
     (tmp_path / "program.py").write_text(LAUNCH)
     flags = f"--xla_force_host_platform_device_count={count}"
-    environment = config.child_environment({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)})
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    environment = config.child_environment({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags})
+    done = forked.run(tmp_path / "program.py", environment=environment)
     assert done.returncode == 0, done.stderr
     expected = [f"{rank} {rank} {count} hello" for rank in range(count)]
     lines = done.stdout.splitlines()
