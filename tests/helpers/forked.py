@@ -20,14 +20,17 @@ from typing import Literal
 
 MODULES = (
     "torch torch._dynamo torch.fx.experimental.symbolic_shapes jax jax.numpy scipy.stats xla_amp.lazy xla_amp.pytorch "
-    "xla_amp.xla_model xla_amp.syncfree"
+    "xla_amp.xla_model xla_amp.syncfree jax.experimental.multihost_utils"
 )
 """torch's optimizers import ``torch._dynamo``, which takes a second."""
 
 SERVER = r"""
-import functools, importlib, json, os, runpy, sys, types, warnings
+import functools, gc, importlib, json, os, runpy, sys, types, warnings
+gc.disable()
 for name in sys.argv[1].split():
     importlib.import_module(name)
+gc.freeze()  # a collection in a copy would write to all pages, and so copy them
+gc.enable()
 
 def orders():
     # Answers each line with an exit status; only a copy gets out of here, with the order that the line is.

@@ -122,7 +122,7 @@ def test_programs_of_several_processes_are_stored(tmp_path: Path, sharded: str) 
         environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     found = []
     for _ in ("cold", "warm"):
-        done = forked.run(PROGRAM, "together", sharded, tmp_path, environment=environment)
+        done = forked.run(PROGRAM, "together", sharded, tmp_path, environment=environment, copies=True)
         assert done.returncode == 0, done.stderr
         found.append([json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)])
     for cold, warm in zip(*found, strict=True):
