@@ -12,11 +12,12 @@ import functools
 import keyword
 import weakref
 from collections.abc import Callable, Sequence
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, Literal
 
 import torch
 
+from xla_amp.backends import dynamo
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.graph.buffer import Buffer
@@ -227,10 +228,10 @@ class _Operation:
 
     # -- the fast path: the kernel's source ----------------------------------------------------------------------
 
-    def kernel(self) -> Callable[..., Any]:
-        """The compiled kernel."""
+    def define(self, scope: dict[str, Any]) -> FunctionType:
+        """The compiled kernel, whose globals are `scope`."""
         source = _Source(self).text()
-        scope: dict[str, Any] = {
+        scope |= {
             "_cache": instruction_cache(),
             "_operation": self,
             "_plain": tensor_io.PLAIN,
@@ -262,7 +263,7 @@ class _Operation:
         }
         scope |= {f"_d{i}": argument.default for i, argument in enumerate(self.arguments)}
         exec(_compiled(source), scope)
-        kernel: Callable[..., Any] = scope["kernel"]
+        kernel: FunctionType = scope["kernel"]
         kernel.__code__ = kernel.__code__.replace(co_filename=f"<kernel of {self.name}>")
         return kernel
 
@@ -541,5 +542,21 @@ class _Source:
 
 
 def make_kernel(lowering: Lowering, operator: Any, variant: Variant) -> Callable[..., Any]:
-    """The kernel of `operator` under `lowering`."""
-    return _Operation(lowering, operator, variant).kernel()
+    """The kernel of `operator` under `lowering`; its first call defines it, because most are never called."""
+    kernel = FunctionType(_first_call.__code__, {})
+    kernel.__globals__["_define"] = functools.partial(_define, kernel, lowering, operator, variant)
+    return kernel
+
+
+def _first_call(*args: Any, **kwargs: Any) -> Any:
+    return _define()(*args, **kwargs)  # type: ignore[call-arg]  # its globals have a partial function
+
+
+def _define(kernel: FunctionType, lowering: Lowering, operator: Any, variant: Variant) -> FunctionType:
+    """Gives the function that torch already has its code."""
+    with trace.lock:
+        if kernel.__code__ is _first_call.__code__:
+            defined = dynamo.skip(_Operation(lowering, operator, variant).define(kernel.__globals__))
+            kernel.__defaults__, kernel.__kwdefaults__ = defined.__defaults__, defined.__kwdefaults__
+            kernel.__code__ = defined.__code__
+    return kernel
