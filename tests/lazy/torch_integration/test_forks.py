@@ -28,11 +28,11 @@ def child(call):
         except RuntimeError as error:
             sys.exit(7 if "forked subprocess" in str(error) and "'spawn'" in str(error) else 8)
         sys.exit(3)
-    for _ in range(600):
+    for _ in range(6000):
         done, status = os.waitpid(process, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
-        time.sleep(0.1)
+        time.sleep(0.01)
     os.kill(process, 9)
     return "hangs"
 

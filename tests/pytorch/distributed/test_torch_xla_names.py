@@ -124,7 +124,7 @@ def test_launch(tmp_path, count):
     (tmp_path / "program.py").write_text(LAUNCH)
     flags = f"--xla_force_host_platform_device_count={count}"
     environment = config.child_environment({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags})
-    done = forked.run(tmp_path / "program.py", environment=environment)
+    done = forked.run(tmp_path / "program.py", environment=environment, copies=True)
     assert done.returncode == 0, done.stderr
     expected = [f"{rank} {rank} {count} hello" for rank in range(count)]
     lines = done.stdout.splitlines()
