@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import flax.linen as nn
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -356,6 +354,6 @@ def test_what_is_refused_when_it_runs(tmp_path):
 
 def test_eight_devices():
     script = Path(__file__).with_name("monitor_on_eight_devices.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=dict(os.environ), check=False)
+    done = forked.run(script)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "same"
