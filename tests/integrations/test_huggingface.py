@@ -404,13 +404,13 @@ def test_an_evaluation_gives_the_metrics_of_the_cpu_and_compiles_once(on_cpu: An
     on_cpu.compute_metrics = accuracy
     made = trainer(net(), tmp_path, compute_metrics=accuracy)
     made.model.load_state_dict(on_cpu.model.state_dict())
+    xla_amp.metrics.reset()
     expected, found = on_cpu.evaluate(), made.evaluate()
     assert found["eval_rows"] == 22
     assert found["eval_accuracy"] == expected["eval_accuracy"]
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-5)
-    xla_amp.metrics.reset()
     made.evaluate(ROWS)
-    assert xla_amp.metrics()["compilations"] <= 3  # eight batches; one program and its ends
+    assert xla_amp.metrics()["compilations"] <= 2  # batches of four rows, and one of two
 
 
 def test_batches_of_an_evaluation_wait_in_a_list() -> None:
@@ -638,7 +638,7 @@ def test_a_variable_enables_a_script_that_does_not_name_the_package(tmp_path: Pa
 
 
 def test_every_patch_names_its_reason() -> None:
-    assert len(ours.PATCHES) == 22
+    assert len(ours.PATCHES) == 23
     assert all(patch.reason for patch in ours.PATCHES)
 
 

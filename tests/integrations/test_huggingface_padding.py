@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ tokenizers = pytest.importorskip("tokenizers", reason="the extra `huggingface`")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
 from transformers import (  # noqa: E402
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -308,16 +310,63 @@ def test_loss_and_gradients_are_those_of_the_batch_without_buckets(case: str) ->
 
 def test_a_training_and_its_evaluation_have_few_programs(tmp_path: Path) -> None:
     """24 batches of a training and 12 of an evaluation; 43 programs with a program for each length."""
-    made, chosen = tokenizer(), random.Random(0)
+    made, chosen, shapes = tokenizer(), random.Random(0), set()
+
+    def collate(rows: list[Any]) -> Any:
+        batch = DataCollatorWithPadding(made)(rows)
+        shapes.add(batch["input_ids"].shape)
+        return batch
+
     rows = [{**examples(chosen.randint(6, 62), made=made)[0], "label": n % 2} for n in range(144)]
     options = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "logging_steps": 10}
     arguments = TrainingArguments(tmp_path, report_to=[], disable_tqdm=True, num_train_epochs=1, **options)
-    collator = DataCollatorWithPadding(made)
     torch.manual_seed(0)
     model = bert("SequenceClassification")
-    trainer = Trainer(model, arguments, collator, train_dataset=rows[:96], eval_dataset=rows[96:])
+    trainer = Trainer(model, arguments, collate, train_dataset=rows[:96], eval_dataset=rows[96:])
     xla_amp.sync(wait=True)
     xla_amp.metrics.reset()
     trainer.train()
+    trained = xla_amp.metrics()["compilations"]
+    assert trained == len(shapes) + 2  # the mean of the losses that is logged, and their reset
+    shapes.clear()
     trainer.evaluate()
-    assert xla_amp.metrics()["compilations"] <= 10
+    assert xla_amp.metrics()["compilations"] == trained + len(shapes) <= 10
+
+
+PADDING = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+
+
+@pytest.mark.parametrize("loop", ["plain", "accelerate"])
+def test_a_loop_has_a_program_for_each_shape_and_the_losses_of_the_cpu(loop: str) -> None:
+    """Two lengths, and a last batch of one row; the collator pads to the longest row in the plain loop."""
+    huggingface.enable(pad_to_buckets=loop == "accelerate")
+    made = tokenizer()
+    rows = examples(5, 10, 20, 30, 12, made=made)
+
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = gpt().to(device)
+        loader: Any = DataLoader(rows, 2, collate_fn=DataCollatorForLanguageModeling(made, mlm=False))
+        optimizer, backward = torch.optim.AdamW(model.parameters(), 1e-2), torch.Tensor.backward
+        if device == "jax" and loop == "plain":
+            loader = xla_amp.DeviceLoader(loader, buckets=100, padding=PADDING)
+        elif device == "jax":
+            accelerator = Accelerator()
+            backward = accelerator.backward
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        xla_amp.sync(wait=True)
+        xla_amp.metrics.reset()
+        losses = []
+        for batch in chain(loader, loader):
+            loss = model(**batch).loss
+            backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        xla_amp.sync()
+        return losses
+
+    xla_amp.xla_device()
+    expected, found = run("cpu"), run("jax")
+    assert xla_amp.metrics()["compilations"] == 3
+    torch.testing.assert_close([loss.cpu() for loss in found], expected, rtol=1e-4, atol=1e-5)

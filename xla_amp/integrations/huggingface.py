@@ -250,6 +250,16 @@ def _end_step(original: Callable[..., None]) -> Callable[..., None]:
     return _maybe_log_save_evaluate
 
 
+def _begin_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _ours(self.args.device):
+            devices.engine().sync(False)
+        return original(self, *args, **kwargs)
+
+    return prediction_step
+
+
 def _log_scale(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -503,6 +513,13 @@ PATCHES = (
         name="_maybe_log_save_evaluate",
         reason="What is logged, and the next batch's count of labels, would make the step another program.",
         replace=_end_step,
+    ),
+    Patch(
+        module="transformers.trainer",
+        owner="Trainer",
+        name="prediction_step",
+        reason="Batches of an evaluation would become a program of several, for each sequence of their lengths.",
+        replace=_begin_batch,
     ),
     Patch(
         module="transformers.trainer",

@@ -291,7 +291,19 @@ class FabricXLAMixedPrecision(_ByPolicy, FabricMixed):
         return self._region()
 
 
-class XLAStrategy(SingleDeviceStrategy):
+class _Evaluates:
+    """What `Trainer`'s strategies share; before a base class of theirs."""
+
+    lightning_module: Any
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves a batch, which outside training begins a program: an evaluation has one for each shape."""
+        if not self.lightning_module.trainer.training:
+            devices.engine().sync(False)
+        return super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
+
+
+class XLAStrategy(_Evaluates, SingleDeviceStrategy):
     """One process that trains on the XLA device."""
 
     strategy_name = NAME
@@ -424,7 +436,7 @@ def _is_watched(trainer: Any) -> bool:
     )
 
 
-class XLAProcessesStrategy(_Together, ParallelStrategy):
+class XLAProcessesStrategy(_Evaluates, _Together, ParallelStrategy):
     """One of several processes that torchrun or `xla_amp.launch` has started, with one device each.
 
     Gradients are averaged right before they are unscaled and clipped; with manual optimization in `manual_backward`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections import namedtuple
+from collections import UserDict, namedtuple
 
 import pytest
 import torch
@@ -58,6 +58,16 @@ def test_pytrees(device):
     assert batch["pair"].y == "text"
     assert batch["list"][0].tolist() == [0, 1, 2]
     assert batch["list"][1:] == [None, 4]
+
+
+def test_a_mapping_that_is_no_dict_is_moved(device):
+    """As transformers' BatchEncoding, which collators return."""
+    source = UserDict(ids=torch.ones(1, 3), parts=[torch.ones(2)], kind="text")
+    (batch,) = DeviceLoader([source], device, buckets=(4,), padding={"ids": 0})
+    assert type(batch) is UserDict
+    assert batch["ids"].device.type == batch["parts"][0].device.type == device.type
+    assert (batch["ids"].tolist(), batch["kind"]) == ([[1, 1, 1, 0]], "text")
+    assert source["ids"].device.type == source["parts"][0].device.type == "cpu"
 
 
 def test_a_dataloader_several_times(device):

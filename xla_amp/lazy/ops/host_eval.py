@@ -43,6 +43,7 @@ _BY_NUMPY: dict[tuple[str, Any], Callable[..., Any]] = {
     ("any", torch.bool): np.any,
     ("sum", torch.int64): np.sum,
     ("eq.Scalar", torch.bool): np.equal,
+    ("gt.Scalar", torch.bool): np.greater,
 }
 """(operation, dtype of its result) that need no program: questions about padding masks, which have many lengths."""
 
@@ -136,8 +137,8 @@ def _by_numpy(chosen: list[_HostNode]) -> np.ndarray | None:
         if found is None:
             compute = None if result is None else _BY_NUMPY.get((name, result.dtype))
             given = values[node.inputs[0]].dtype if compute is not None else None
-            exact = {"sum": given == np.bool_, "eq.Scalar": given == np.int64 and len(node.ints) == 1}
-            if compute is None or not exact.get(name, True):
+            exact = given == np.bool_ if name == "sum" else given == np.int64 and len(node.ints) == 1
+            if compute is None or not (exact or name in ("_to_copy", "all", "any")):
                 return None
             kind = np.int64 if name == "sum" else np.bool_
             found = np.asarray(compute(values[node.inputs[0]], *node.ints), kind)

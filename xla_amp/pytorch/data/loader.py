@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +27,8 @@ class DeviceLoader:
     MpDeviceLoader does: what the loop recorded since the last batch runs as one program while the next is awaited.
 
     Args:
-        loader: an iterable of batches; a batch is any pytree with tensors in it.  It is iterated on the thread.
+        loader: an iterable of batches; a batch is any pytree with tensors in it, or a mapping such as a BatchEncoding
+            of transformers.  It is iterated on the thread.
         device: where tensors go; None is the XLA device.
         prefetch: batches on the device ahead of the one in use.
         buckets: lengths to pad batches to, because each length is another program; or the longest, for
@@ -150,6 +153,17 @@ class _Pass(Iterator[Any]):
         self._thread.join()
 
 
+def _moved(upload: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
+    """A leaf on the device; a mapping that is no pytree, such as transformers' BatchEncoding, is copied."""
+    if isinstance(leaf, torch.Tensor):
+        return upload(leaf)
+    if not isinstance(leaf, MutableMapping):
+        return leaf
+    found = copy.copy(leaf)
+    found.update({name: tree_map(functools.partial(_moved, upload), part) for name, part in leaf.items()})
+    return found
+
+
 def _fill(
     batches: Iterator[Any],
     upload: Callable[[torch.Tensor], torch.Tensor],
@@ -165,7 +179,7 @@ def _fill(
 
     try:
         for batch in batches:
-            put(_ITEM, tree_map(lambda value: upload(value) if isinstance(value, torch.Tensor) else value, batch))
+            put(_ITEM, tree_map(functools.partial(_moved, upload), batch))
             if stop.is_set():
                 return
         put(_END, None)
