@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -26,14 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "200"}
     launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
     launcher += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
-    commands = [
-        [sys.executable, PROGRAM, place, *KINDS],
-        [sys.executable, *launcher, PROGRAM, place, *KINDS, TOGETHER],
-    ]
+    command = [sys.executable, *launcher, PROGRAM, place, *KINDS, TOGETHER]
     options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-    for run in [subprocess.Popen(command, **options) for command in commands]:
+    with subprocess.Popen(command, **options) as run:
+        done = forked.run(PROGRAM, place, *KINDS, environment=environment)
         printed, _ = run.communicate(timeout=280)
-        assert run.returncode == 0, printed
+    assert run.returncode == 0, printed
+    assert done.returncode == 0, done.stderr
     return place
 
 

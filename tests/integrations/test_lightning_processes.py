@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -23,11 +22,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the processes wrote."""
     place = tmp_path_factory.mktemp("processes")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "200"}
-    commands = [[sys.executable, PROGRAM, place, str(world), *KINDS] for world in (1, 2)]
-    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-    for run in [subprocess.Popen(command, **options) for command in commands]:
-        printed, _ = run.communicate(timeout=280)
-        assert run.returncode == 0, printed
+    for world in (1, 2):
+        done = forked.run(PROGRAM, place, str(world), *KINDS, environment=environment, copies=True)
+        assert done.returncode == 0, done.stderr
     return place
 
 
