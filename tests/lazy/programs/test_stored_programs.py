@@ -79,7 +79,9 @@ def test_the_same_command_loads_its_programs_ahead(tmp_path: Path) -> None:
     Folder(tmp_path).write("damaged", b"no pickle at all")
     done = forked.run(PROGRAM, environment={**os.environ, **named}, warnings="always")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("damaged.executable' was removed: it cannot be loaded") == 1
+    # The warning is of another thread, so one of this thread's `warnings.catch_warnings` may have it.
+    assert done.stderr.count("damaged.executable' was removed: it cannot be loaded") <= 1
+    assert not (tmp_path / "damaged.executable").exists()
     warm = json.loads(done.stdout)
     assert (warm["losses"], warm["compilations"]) == (cold["losses"], 0)
     assert warm["programs_loaded"] == cold["compilations"]
