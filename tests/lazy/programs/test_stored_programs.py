@@ -20,7 +20,7 @@ import xla_amp
 from tests.helpers.lazy_device import Counts, counted
 from xla_amp import lowering
 from xla_amp.errors import XlaAmpWarning
-from xla_amp.lazy.programs import content, execute, program_cache
+from xla_amp.lazy.programs import content, executables, execute, mesh, pjrt, program_cache
 from xla_amp.lazy.programs.disk import Folder
 
 PROGRAM = Path(__file__).with_name("stored_program.py")
@@ -233,6 +233,19 @@ def test_a_users_function_is_not_stored(device: torch.device, folder: Path) -> N
     counts = again(lambda: wrapped(x).tolist())
     assert counts.programs_not_stored == counts.compilations == 1
     assert again(lambda: wrapped(x).tolist()).compilations == 1
+
+
+def test_off_the_cpu_programs_of_several_processes_are_left_to_jaxs_cache(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cosine(device)
+    program = execute.programs()[-1]
+    monkeypatch.setattr(pjrt, "platform", lambda: "tpu")
+    monkeypatch.setattr(mesh, "replicas", True)
+    with counted() as counts:
+        executables.make_ready(program, program.abstract)
+    assert (counts.compilations, counts.programs_loaded, counts.programs_not_stored) == (1, 0, 1)
+    assert jax.config.values["jax_compilation_cache_dir"] == str(folder / "jax")
 
 
 def test_what_cannot_be_loaded_is_compiled_again(device: torch.device, folder: Path) -> None:
