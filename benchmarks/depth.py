@@ -8,18 +8,21 @@ step's Python; the key is the program lookup (hashing and comparing the trace, r
 tracing and XLA:CPU.  For comparison, XLA:CPU's time for the same step written in Flax.  Writes
 benchmarks/results/depth.{json,md,png}.
 
-With --first: CPU seconds of the parts of a first step, and of reading its programs from the disk instead of the last
-three, in benchmarks/results/first_parts.md.  No step is run.
+With --first: CPU seconds of the parts of a first step, those of XLA by their share of its threads' time, and of reading
+its programs from the disk instead of tracing, lowering and XLA; benchmarks/results/first_parts.md.  No step is run.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +38,8 @@ import xla_amp
 from xla_amp.lazy import private_api
 from xla_amp.lazy.programs import execute, pjrt
 from xla_amp.lazy.programs.compile import XlaProgram
+
+XLA: Final = "XLA's passes", "fusions by MLIR", "LLVM"
 
 
 def trainer(layers: int) -> tuple[Callable[[], None], int]:
@@ -116,7 +121,7 @@ def measure(layers: int, rounds: int, compile_: bool) -> dict[str, Any]:
 
 def first_step(name: str) -> tuple[str, ...]:
     """A row: CPU seconds of all threads for each part of a first step, and for loading what it compiles."""
-    seconds = dict.fromkeys(("record", "trace", "lower", "compile", "load"), 0.0)
+    seconds = dict.fromkeys(("record", "trace", "lower", "passes", "fusions", "LLVM", "load"), 0.0)
 
     def timed(part: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         start = time.process_time()
@@ -134,12 +139,37 @@ def first_step(name: str) -> tuple[str, ...]:
         for program in programs:
             with private_api.x64():
                 traced = program.jitted.trace(*program.abstract)
-                compiled = timed("compile", timed("lower", traced.lower).compile)
+                lowered = timed("lower", traced.lower)
+                start = time.process_time()
+                compiled, shares = compile_parts(lowered)
+                spent = time.process_time() - start
+                for part, share in shares.items():
+                    seconds[part] += spent * share
                 stored = serialize_executable.serialize(compiled)
                 load = serialize_executable.deserialize_and_load
                 timed("load", load, *stored, backend=device.client, execution_devices=[device])
     operations = sum(program.operations for program in programs)
     return name, f"{operations:,}", *(f"{each:.2f}" for each in seconds.values())
+
+
+def compile_parts(lowered: Any) -> tuple[Any, dict[str, float]]:
+    """The executable, and the shares of XLA's passes, of the lowering of fusions by MLIR and of LLVM in its making."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            compiled = lowered.compile()
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        lines = [line for plane in jax.profiler.ProfileData.from_file(str(file)).planes for line in plane.lines]
+    found = dict.fromkeys(("passes", "fusions", "LLVM"), 0.0)
+    for line in lines:
+        sums = collections.Counter[str]()
+        for event in line.events:
+            sums[event.name.partition("#")[0]] += event.duration_ns
+        # XLA's own thread waits for LLVM, which runs in others.
+        waits = sum(sums[name] for name in ("JitCompiler::Compile", "ThunkEmitter::ConsumeKernels"))
+        found["passes"] += sums["CpuCompiler::CompileCpuExecutable"] - waits
+        found["fusions"] += sums["FusionCompiler::Compile"]
+        found["LLVM"] += sums["TaskDispatcher::dispatch"]
+    return compiled, {part: took / sum(found.values()) for part, took in found.items()}
 
 
 def flax_step(layers: int) -> Any:
@@ -160,7 +190,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.first:
-        headings = ("workload", "operations", "recording", "tracing", "lowering", "XLA", "loading instead")
+        headings = ("workload", "operations", "recording", "tracing", "lowering", *XLA, "loading instead")
         write_markdown("first_parts", headings, [first_step(name) for name in options.first], "CPU s of a first step.")
         return
     rows = []
