@@ -33,6 +33,7 @@ CLASSES = {
     "torch.nn.parallel.DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
     "torch.distributed.DeviceMesh": torch.distributed.device_mesh.DeviceMesh,
     "torch.distributed.fsdp.FullyShardedDataParallel": FullyShardedDataParallel,
+    "torch.utils.data.DataLoader": torch.utils.data.DataLoader,
     "torch.Generator": torch.Generator, "torch.device": torch.device, "torch.Size": torch.Size,
 }
 

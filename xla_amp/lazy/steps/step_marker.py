@@ -2,7 +2,8 @@
 
 Such a loop must run one executable for each optimizer step, and gradients that the next ``zero_grad()`` drops must not
 be among its outputs.  So an optimizer step only arms a flush, and the beginning of the next step triggers it: a
-module's forward, the entry of an autocast region, or the second step of the same optimizer.  A step of another
+module's forward, the entry of an autocast region, or the second step of the same optimizer.  Before the first step, a
+loop over a DataLoader is such a beginning.  A step of another
 optimizer does not, because several optimizers may share a backward pass.  An upload does not either: it records
 nothing, and loops fetch the next batch before they drop the gradients.
 """
@@ -20,7 +21,7 @@ from torch.optim import optimizer as optim
 
 from xla_amp.backends import dynamo, initial_state
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.programs import execute
+from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.programs.execute import flush
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import cpu_training, forks
@@ -91,6 +92,25 @@ def end_program() -> None:
     """Flushes, unless everything becomes one executable (`paused`)."""
     if not _paused:
         flush()
+
+
+def loop_begins() -> None:
+    """A loop over data begins: what was recorded before it runs now, as it would make the first step another program.
+
+    Not inside a training step, which reads a batch of another loader there.  A copy, such as a running average of the
+    weights, gets its memory here: sharing the weights' until one is written, it would make the first step another
+    program, too.
+    """
+    if not trace.code or _paused or is_open() or forks.is_forked():
+        return
+    with trace.lock:
+        arrays = {id(buffer.array) for buffer in trace.parameters}
+        made = [buffer for reference in trace.computed if (buffer := reference()) is not None]
+        flush()
+        for buffer in made:
+            if id(buffer.array) in arrays:
+                buffer.array = memory_layout.copy(buffer.array)
+            arrays.add(id(buffer.array))
 
 
 def end_with_optimizer() -> None:

@@ -18,6 +18,7 @@ import torch.autograd.graph
 import torch.utils.dlpack
 from torch.nn.modules import module as nn_module
 from torch.storage import UntypedStorage
+from torch.utils.data import DataLoader
 
 from xla_amp import interrupts
 from xla_amp.backends import autoload, dynamo, skip_step
@@ -349,6 +350,17 @@ def _replace_scaler_state() -> None:
     torch.amp.GradScaler._lazy_init_scale_growth_tracker = make_state  # type: ignore[method-assign]
 
 
+def _replace_loader_iteration() -> None:
+    original = DataLoader.__iter__
+
+    @functools.wraps(original)
+    def iterate(self: Any) -> Any:
+        step_marker.loop_begins()
+        return original(self)
+
+    DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+
+
 PATCHES = (
     PatchGroup(
         names=("torch.UntypedStorage._xla_amp",),
@@ -444,6 +456,12 @@ PATCHES = (
         names=("torch.amp.GradScaler._lazy_init_scale_growth_tracker",),
         reason="Created inside the step, scale and growth tracker would make the first step a different program.",
         install=_replace_scaler_state,
+    ),
+    PatchGroup(
+        names=("torch.utils.data.DataLoader.__iter__",),
+        reason="Masks, averages of weights and sums that a script makes before its loop would be a part of the first "
+        "step's program, and the other steps another program, as long to compile.",
+        install=_replace_loader_iteration,
     ),
     PatchGroup(
         names=("torch.nn.parallel.DistributedDataParallel.__init__",),

@@ -1,0 +1,118 @@
+"""What a script makes on the device before its loop is no part of the first step: all steps are one program."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lazy_device import counted
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import xla_amp
+from xla_amp.lazy.programs import execute
+
+Update = Callable[[nn.Module, torch.Tensor], None]
+SETUPS: dict[str, Callable[[nn.Module], tuple[torch.Tensor | None, Update]]] = {}
+"""Name -> what a script makes before its loop: weights of the classes, and what it does after each step."""
+
+
+def setup(make: Callable[[nn.Module], tuple[torch.Tensor | None, Update]]) -> Any:
+    SETUPS[make.__name__] = make
+    return make
+
+
+@setup
+def nothing(model: nn.Module) -> tuple[torch.Tensor | None, Update]:
+    return None, lambda model, loss: None
+
+
+@setup
+def a_computed_constant(model: nn.Module) -> tuple[torch.Tensor | None, Update]:
+    return torch.linspace(1, 2, 3, device=next(model.parameters()).device).softmax(0), lambda model, loss: None
+
+
+@setup
+def a_sum_of_losses(model: nn.Module) -> tuple[torch.Tensor | None, Update]:
+    total = torch.zeros((), device=next(model.parameters()).device)
+    return None, lambda model, loss: total.add_(loss.detach())
+
+
+@setup
+def an_average_of_the_weights(model: nn.Module) -> tuple[torch.Tensor | None, Update]:
+    average = copy.deepcopy(model)
+
+    def update(model: nn.Module, loss: torch.Tensor) -> None:
+        with torch.no_grad():
+            for kept, new in zip(average.parameters(), model.parameters(), strict=True):
+                kept.lerp_(new, 0.1)
+
+    return None, update
+
+
+@setup
+def weights_made_on_the_device(model: nn.Module) -> tuple[torch.Tensor | None, Update]:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+    return None, lambda model, loss: None
+
+
+def batches() -> DataLoader[Any]:
+    torch.manual_seed(0)
+    return DataLoader(TensorDataset(torch.randn(16, 4), torch.randint(3, (16,))), batch_size=4)
+
+
+def steps(model: nn.Module, name: str) -> Iterator[None]:
+    weights, update = SETUPS[name](model)
+    device = next(model.parameters()).device
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for x, y in batches():
+        with xla_amp.autocast(device, dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(x.to(device)), y.to(device), weights)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        update(model, loss)
+        yield
+    xla_amp.sync()  # while the gradients live
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_first_step_is_the_same_program_as_the_others(device: torch.device, name: str) -> None:
+    model = nn.Linear(4, 3).to(device)
+    xla_amp.sync()
+    running = steps(model, name)
+    next(running)  # the loop has begun
+    execute.clear_programs()
+    with counted() as counts:
+        list(running)
+    assert (counts.compilations, counts.executions) == (1, 4)
+
+
+def test_a_copy_made_before_a_loop_keeps_its_values(device: torch.device) -> None:
+    model = nn.Linear(4, 3).to(device)
+    before, average = model.weight.detach().cpu().clone(), copy.deepcopy(model)
+    list(steps(model, "nothing"))
+    torch.testing.assert_close(average.weight.cpu(), before, rtol=0, atol=0)
+    assert not torch.equal(model.weight.cpu(), before)
+
+
+def test_a_batch_of_another_loader_ends_no_step(device: torch.device) -> None:
+    """As semi-supervised training reads one between two forward passes."""
+    model = nn.Linear(4, 3).to(device)
+    execute.clear_programs()
+    optimizer, other = torch.optim.SGD(model.parameters(), lr=0.1), batches()
+    with counted() as counts:
+        for x, y in batches():
+            loss = F.cross_entropy(model(x.to(device)), y.to(device))
+            loss = loss + model(next(iter(other))[0].to(device)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        xla_amp.sync()
+    assert (counts.compilations, counts.executions) == (1, 4)
