@@ -2,10 +2,11 @@
 
 Such a loop must run one executable for each optimizer step, and gradients that the next ``zero_grad()`` drops must not
 be among its outputs.  So an optimizer step only arms a flush, and the beginning of the next step triggers it: a
-module's forward, the entry of an autocast region, or the second step of the same optimizer.  Before the first step, a
-loop over a DataLoader is such a beginning.  A step of another
+module's forward, the entry of an autocast region, or the second step of the same optimizer.  A step of another
 optimizer does not, because several optimizers may share a backward pass.  An upload does not either: it records
 nothing, and loops fetch the next batch before they drop the gradients.
+
+Before the first step, a loop over a DataLoader is such a beginning (`loop_begins`).
 """
 
 from __future__ import annotations
