@@ -25,7 +25,7 @@ MODULES = (
 """torch's optimizers import ``torch._dynamo``, which takes a second."""
 
 SERVER = r"""
-import functools, gc, importlib, json, os, runpy, sys, types, warnings
+import atexit, gc, importlib, json, os, runpy, sys, types, warnings
 gc.disable()
 for name in sys.argv[1].split():
     importlib.import_module(name)
@@ -54,7 +54,17 @@ os.chdir(order["folder"])
 sys.argv = order["arguments"]
 if order["copies"]:
     from torch import multiprocessing
-    multiprocessing.spawn = functools.partial(multiprocessing.start_processes, start_method="fork")
+
+    def until_exit(index, function, *arguments):
+        try:
+            function(index, *arguments)
+        finally:
+            atexit._run_exitfuncs()  # which a process that `multiprocessing` forked leaves out
+
+    def start_copies(function, arguments=(), nprocs=1, join=True):
+        return multiprocessing.start_processes(until_exit, (function, *arguments), nprocs, join, start_method="fork")
+
+    multiprocessing.spawn = start_copies
 if order["program"] is None:
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
