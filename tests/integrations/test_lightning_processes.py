@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("processes")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "200"}
     for world in (1, 2):
-        done = forked.run(PROGRAM, place, str(world), *KINDS, environment=environment, copies=True)
+        done = forked.run(PROGRAM, place, str(world), *KINDS, environment=environment)
         assert done.returncode == 0, done.stderr
     return place
 
