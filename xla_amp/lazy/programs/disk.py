@@ -33,6 +33,7 @@ _AFTER: Final = 0.9
 """Share of the limit that is left after old files were removed."""
 _LISTED: Final = 8
 """Programs of a command that are listed; a first step rarely needs more."""
+_THREAD: Final = "xla_amp loads programs"
 
 
 class Folder:
@@ -44,6 +45,7 @@ class Folder:
         self.limit = limit
         self.least_seconds = least_seconds
         self._warned: set[str] = set()
+        self._late: list[str] = []
         self._writes = True
 
     def read(self, name: str) -> bytes | None:
@@ -116,9 +118,18 @@ class Folder:
                 return
 
     def _warn(self, kind: str, text: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
+        if kind in self._warned:
+            return
+        self._warned.add(kind)
+        if threading.current_thread().name == _THREAD:
+            self._late.append(text)
+        else:
             events.warn(text)
+
+    def warn_late(self) -> None:
+        """Gives what the thread that loads ahead would warn of: `warnings.catch_warnings` elsewhere may lose it."""
+        while self._late:
+            events.warn(self._late.pop())
 
 
 class Ahead:
@@ -139,17 +150,19 @@ class Ahead:
         self._futures: dict[str, Future[Any]] = {}
         self._ready = threading.Event()
         """The list is read."""
-        threading.Thread(target=self._run, name="xla_amp loads programs").start()
+        threading.Thread(target=self._run, name=_THREAD).start()
 
     def take(self, name: str) -> Any:
         """A program that is loaded, or being loaded, which is waited for; otherwise None.  It is given once."""
         self._ready.wait()
+        self.folder.warn_late()
         future = self._futures.pop(name, None)
         return None if future is None or future.cancel() else future.result()
 
     def note(self, name: str) -> None:
         """Notes that this command uses a stored program."""
         self._ready.wait()
+        self.folder.warn_late()
         if not self._file or name in self._used or len(self._used) == _LISTED:
             return
         self._used.append(name)
