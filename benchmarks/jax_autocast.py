@@ -4,8 +4,8 @@
     python benchmarks/jax_autocast.py --parts steps [--width 512] [--rounds 15]
 
 Tracing time is the smallest CPU time of several runs with empty caches; numbers for targets are XLA's estimates.
-``steps`` measures training steps of blocks here, in a scan and alone: medians of interleaved runs, with float32 islands
-computed again in the backward pass, with islands saved, and with Flax's own bfloat16.
+``steps`` measures training steps of blocks here, in a scan and alone: medians of interleaved runs, with float32 regions
+computed again in the backward pass, with regions saved, and with Flax's own bfloat16.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from results import interleaved, machine
 
 from xla_amp.jax import autocast
-from xla_amp.jax.higher_order import islands
+from xla_amp.jax.higher_order import float32_regions
 from xla_amp.tools.inspect import targets
 
 
@@ -144,9 +144,9 @@ def training_step(
 
 
 @contextlib.contextmanager
-def islands_saved() -> Iterator[None]:
-    """What islands compute in float32 is saved for the backward pass, as JAX does by itself."""
-    with mock.patch.object(islands, "candidates", return_value=islands.Candidates({}, {})):
+def regions_saved() -> Iterator[None]:
+    """What regions compute in float32 is saved for the backward pass, as JAX does by itself."""
+    with mock.patch.object(float32_regions, "candidates", return_value=float32_regions.Candidates({}, {})):
         yield
 
 
@@ -154,7 +154,7 @@ def steps(width: int, rounds: int) -> None:
     """Time and temporary memory of training steps of blocks on this machine."""
     x = jax.random.normal(jax.random.key(0), (8, 128, width))
     print(f"training steps, width {width}, 8 x 128 tokens, medians of {rounds} interleaved runs; {machine()}")
-    # XLA merges what islands compute again with the first computation, but not across the two loops of a scan.
+    # XLA merges what regions compute again with the first computation, but not across the two loops of a scan.
     for model, layers in ((Attention, 4), (Gelu, 4), (Block, 4), (Block, 1)):
         weights = model(8).init(jax.random.key(1), x[:1])
         if layers > 1:
@@ -162,12 +162,12 @@ def steps(width: int, rounds: int) -> None:
         rows: dict[str, tuple[Any, Callable[..., Any], Any]] = {
             "float32": (None, lambda f: f, contextlib.nullcontext()),
             "Flax dtype=bfloat16": (jnp.bfloat16, lambda f: f, contextlib.nullcontext()),
-            "autocast, islands computed again": (None, autocast, contextlib.nullcontext()),
-            "autocast, islands saved": (None, autocast, islands_saved()),
+            "autocast, regions computed again": (None, autocast, contextlib.nullcontext()),
+            "autocast, regions saved": (None, autocast, regions_saved()),
         }
         compiled = {}
         for name, (dtype, wrap, context) in rows.items():
-            jax.clear_caches()  # inner functions are traced again, with or without islands
+            jax.clear_caches()  # inner functions are traced again, with or without regions
             with context:
                 compiled[name] = (
                     jax.jit(training_step(model, dtype, wrap, in_scan=layers > 1)).lower(weights, x).compile()

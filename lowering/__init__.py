@@ -1,6 +1,6 @@
 """Lowerings: what each ATen operation computes, as pure JAX functions in families.
 
-This folder imports JAX, but neither torch nor any other module of the package except `xla_amp.loss_scaling` and
+This folder imports JAX, but neither torch nor any other module of the package except `xla_amp.common.loss_scaling` and
 `xla_amp.master_weights`.
 """
 

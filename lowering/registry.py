@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from xla_amp import events
+from xla_amp.common import events
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

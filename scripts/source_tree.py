@@ -21,20 +21,13 @@ ENTRIES = frozenset({"checkpoint", "device", "metrics", "syncfree", "torch_xla",
 # A module belongs to the layer of its longest matching prefix, and imports its own folder and the layers below.
 # The root module is last because users enter there: it names everything, and no module inside imports it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("xla_amp.types", "xla_amp.errors", "xla_amp.files", "xla_amp.renamed"),
+    ("xla_amp.errors", "xla_amp.common.files", "xla_amp.common.renamed", "xla_amp.common.types"),
     (
-        "xla_amp.compiling",
-        "xla_amp.config",
-        "xla_amp.costs",
-        "xla_amp.events",
+        "xla_amp.common",
         "xla_amp.hardware",
-        "xla_amp.interrupts",
-        "xla_amp.loss_scaling",
         "xla_amp.master_weights",
         "xla_amp.precision_report",
-        "xla_amp.progress",
         "xla_amp.report",
-        "xla_amp.tables",
     ),
     ("xla_amp.policy",),
     ("xla_amp.lowering",),
@@ -47,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 # The only modules of the package that `xla_amp.lowering` imports.
-LOWERING_IMPORTS = frozenset({"xla_amp.events", "xla_amp.loss_scaling", "xla_amp.master_weights"})
+LOWERING_IMPORTS = frozenset({"xla_amp.common.events", "xla_amp.common.loss_scaling", "xla_amp.master_weights"})
 
 # Imports against the layers or in a circle, when a function of the module is called -> why they are right.
 LOADED_BY_NAME: Mapping[str, Mapping[str, str]] = {

@@ -132,8 +132,8 @@ def device(request: pytest.FixtureRequest) -> object:
 def _lines_have_compiled_nothing() -> Iterator[None]:
     """A line of a helper that many tests call is not warned about because of the tests before."""
     yield
-    if "xla_amp.lazy.programs.causes" in sys.modules:
-        sys.modules["xla_amp.lazy.programs.causes"].reset()
+    if "xla_amp.lazy.programs.recompile_reasons" in sys.modules:
+        sys.modules["xla_amp.lazy.programs.recompile_reasons"].reset()
 
 
 @pytest.fixture(scope="module", autouse=True)

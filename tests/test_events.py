@@ -13,7 +13,8 @@ from importlib import util
 import pytest
 import source_tree
 
-from xla_amp import errors, events
+from xla_amp import errors
+from xla_amp.common import events
 
 
 def entry(operation="mm"):
@@ -122,7 +123,7 @@ def bare_warnings(source: str) -> list[int]:
 def test_every_warning_has_a_category_of_the_library_and_the_users_line():
     files = [path for path in source_tree.python_files() if path.startswith(("xla_amp/", "lowering/"))]
     found = {path: lines for path in files if (lines := bare_warnings((source_tree.ROOT / path).read_text()))}
-    assert list(found) == ["xla_amp/events.py"]
+    assert list(found) == ["xla_amp/common/events.py"]
     categories = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Warning)]
     assert len(categories) > 3
     assert all(issubclass(kind, errors.XlaAmpWarning) for kind in categories)

@@ -12,7 +12,7 @@ import tomllib
 import numpy as np
 import pytest
 
-from xla_amp import files
+from xla_amp.common import files
 from xla_amp.errors import FileError, ModuleError, PolicyError
 from xla_amp.policy import load
 from xla_amp.tools.monitor import bad_step, history

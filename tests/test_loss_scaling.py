@@ -14,10 +14,10 @@ import pytest
 import torch
 from harness import Call, execute
 
-from xla_amp import loss_scaling
+from xla_amp.common import loss_scaling
+from xla_amp.common.loss_scaling import LARGEST, update
 from xla_amp.jax import LossScale
 from xla_amp.jax.loss_scale import SMALLEST
-from xla_amp.loss_scaling import LARGEST, update
 
 ROOT = Path(loss_scaling.__file__).parent
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from xla_amp import config, errors, types
+from xla_amp import errors
+from xla_amp.common import config, types
 
 
 def test_words_are_unique():

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from xla_amp import tables
-from xla_amp.events import DecisionRecord
-from xla_amp.types import LOW_DTYPES
+from xla_amp.common import tables
+from xla_amp.common.events import DecisionRecord
+from xla_amp.common.types import LOW_DTYPES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from jax.sharding import Mesh as _JaxMesh
 
-from xla_amp import config
 from xla_amp.backends import base
+from xla_amp.common import config
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.capture.compiled_step import compile as _compile
 from xla_amp.lazy.distributed import launch as _launching

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xla_amp import loss_scaling
+from xla_amp.common import loss_scaling
 from xla_amp.lowering.operand import as_dtype, up
 from xla_amp.lowering.registry import register
 
@@ -61,7 +61,7 @@ def update_scale(
     scale_backoff_factor: Any,
     growth_interval: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """The next scale and growth tracker: `xla_amp.loss_scaling.update`."""
+    """The next scale and growth tracker: `xla_amp.common.loss_scaling.update`."""
     return loss_scaling.update(
         scale,
         growth_tracker,

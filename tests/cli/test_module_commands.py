@@ -15,7 +15,7 @@ import pytest
 import report_pages
 from jax import export
 
-from xla_amp import tables
+from xla_amp.common import tables
 from xla_amp.report import terminal, units
 from xla_amp.stablehlo import io, ir
 from xla_amp.tools.inspect import inspection, targets

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xla_amp.common.types import Cast
 from xla_amp.jax import autocast
-from xla_amp.types import Cast
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RULES: Mapping[str, Cast] = {"matmul": "fp8", "module:*.head.matmul": "low"}

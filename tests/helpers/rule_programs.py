@@ -13,12 +13,12 @@ from jax import lax
 
 import xla_amp
 from xla_amp import policy
+from xla_amp.common.events import DecisionRecord
+from xla_amp.common.types import CASTS as CASTS
+from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
-from xla_amp.events import DecisionRecord
 from xla_amp.policy import op_catalog
 from xla_amp.policy.cast_dtypes import cast_dtypes
-from xla_amp.types import CASTS as CASTS
-from xla_amp.types import Cast
 
 LOW, WIDE = "bfloat16", "float32"
 

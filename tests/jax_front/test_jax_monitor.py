@@ -14,12 +14,12 @@ import numpy as np
 import optax
 import pytest
 
+from xla_amp.common.types import RANGES
 from xla_amp.errors import FileError, StepError
 from xla_amp.jax import LossScale, autocast, find_overflow, monitor, observe, replay, select, value_and_grad
 from xla_amp.tools.monitor import bad_step, history
 from xla_amp.tools.monitor.history import Statistics, ValueKey
 from xla_amp.tools.monitor.on_pytorch import replay as replay_step
-from xla_amp.types import RANGES
 
 X = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
 W = np.random.default_rng(1).standard_normal((3, 8, 8)).astype(np.float32)

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import xla_amp
-from xla_amp import events, policy
+from xla_amp import policy
 from xla_amp.backends import base
+from xla_amp.common import events
 from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.jax import autocast, reduce_gradients
 from xla_amp.pytorch.distributed import gradients

@@ -34,10 +34,10 @@ from jax import lax
 
 import xla_amp
 from xla_amp import policy, stablehlo
+from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
 from xla_amp.jax import autocast
 from xla_amp.policy.op_catalog import meanings
-from xla_amp.types import Cast
 
 
 def test_the_table_has_sixty_programs() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from xla_amp.common.types import CASTS
 from xla_amp.errors import PolicyError
 from xla_amp.policy import BUILTIN, load
-from xla_amp.types import CASTS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "policy.md").read_text(encoding="utf-8")
 (EXAMPLE,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)

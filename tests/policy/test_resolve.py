@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from xla_amp import config
+from xla_amp.common import config
+from xla_amp.common.types import LAYERS
 from xla_amp.errors import PolicyError
 from xla_amp.policy import effects, load, override, resolve, unused_rules
 from xla_amp.policy.op_catalog import matching
-from xla_amp.types import LAYERS
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ import tomllib
 
 import pytest
 
+from xla_amp.common.types import CASTS, OPERATION_CLASSES
 from xla_amp.errors import PolicyError
 from xla_amp.policy import BUILTIN, Rule, load
 from xla_amp.policy.load import _policy
 from xla_amp.policy.op_catalog import catalogue, equivalent, operation_class, packet
-from xla_amp.types import CASTS, OPERATION_CLASSES
 
 PARENTS = {"cautious": ("tpu",), "lean": ("tpu",), "fp8": ("gpu", "cuda")}
 FP32 = {"fp32", "fp32_out", "fp32_append"}

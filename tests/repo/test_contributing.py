@@ -39,7 +39,7 @@ def test_every_file_and_function_that_is_named_exists(page):
         ("what restores a step", "xla_amp/backends/step_state.py"),
         ("a tool for all fronts", "xla_amp/tools"),
         ("a JAX primitive", "xla_amp/jax/primitives.py"),
-        ("what an operation costs, in FLOP and bytes", "xla_amp/costs.py"),
+        ("what an operation costs, in FLOP and bytes", "xla_amp/common/costs.py"),
     ],
 )
 def test_the_table_of_changes_has_one_place_for(change, place):

@@ -41,7 +41,7 @@ def loaded(statement: str, names: tuple[str, ...]) -> str:
 
 LIGHT = (
     "import xla_amp",
-    "import xla_amp.config, xla_amp.events, xla_amp.loss_scaling, xla_amp.policy",
+    "import xla_amp.common.config, xla_amp.common.events, xla_amp.common.loss_scaling, xla_amp.policy",
     "xla_amp.policy.load('tpu').decide('mm')",
     "import xla_amp.tools.search",
     "import xla_amp.jax",

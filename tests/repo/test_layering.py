@@ -116,19 +116,19 @@ def test_no_module_imports_itself_through_others():
 @pytest.mark.parametrize(
     "source",
     [
-        "from xla_amp import types",
-        "def f():\n    import xla_amp.types",
-        "importlib.import_module('xla_amp.types')",
-        "PUBLIC = {'Cast': 'xla_amp.types'}",
+        "from xla_amp.common import types",
+        "def f():\n    import xla_amp.common.types",
+        "importlib.import_module('xla_amp.common.types')",
+        "PUBLIC = {'Cast': 'xla_amp.common.types'}",
     ],
 )
 def test_the_check_of_circles_can_fail(source):
-    known = {"xla_amp": "xla_amp/__init__.py", "xla_amp.types": "xla_amp/types.py"}
+    known = {"xla_amp": "xla_amp/__init__.py", "xla_amp.common.types": "xla_amp/common/types.py"}
     files = {
         "xla_amp": list(source_tree.imports(source, "xla_amp")),
-        "xla_amp.types": list(source_tree.imports("import xla_amp", "xla_amp")),
+        "xla_amp.common.types": list(source_tree.imports("import xla_amp", "xla_amp")),
     }
-    assert source_tree.cycles(dependencies(files, known)) == [["xla_amp", "xla_amp.types"]]
+    assert source_tree.cycles(dependencies(files, known)) == [["xla_amp", "xla_amp.common.types"]]
 
 
 def test_a_cycle_is_found():
@@ -158,13 +158,13 @@ def test_modules_extend_each_other_by_extension_points_only():
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("from xla_amp import config\nconfig.watch = print", 1),
-        ("def f():\n    from .. import config as c\n    c.depth, other = 1, 2", 1),
-        ("import xla_amp.config\nxla_amp.config.count += 1", 1),
-        ("from xla_amp import config\ndel config.watch\nconfig.TABLE['x'] = print", 2),
-        ("from xla_amp import config\nconfig.after.append(print)", 1),
+        ("from xla_amp.common import config\nconfig.watch = print", 1),
+        ("def f():\n    from ..common import config as c\n    c.depth, other = 1, 2", 1),
+        ("import xla_amp.common.config\nxla_amp.common.config.count += 1", 1),
+        ("from xla_amp.common import config\ndel config.watch\nconfig.TABLE['x'] = print", 2),
+        ("from xla_amp.common import config\nconfig.after.append(print)", 1),
         ("after: list[Callable[[], None]] = []\nask: Callable[[], bool] | None = None", 2),
-        ("from xla_amp import config\nconfig.point.subscribe(print)\nconfig.engine().name = ''", 0),
+        ("from xla_amp.common import config\nconfig.point.subscribe(print)\nconfig.engine().name = ''", 0),
         ("import numpy\nnumpy.x = 1\n_after: list[Callable[[], None]] = []", 0),
     ],
 )
@@ -183,9 +183,9 @@ KNOWN = {
     name: name.replace(".", "/") + ".py"
     for name in (
         "xla_amp",
-        "xla_amp.types",
-        "xla_amp.loss_scaling",
-        "xla_amp.config",
+        "xla_amp.common.types",
+        "xla_amp.common.loss_scaling",
+        "xla_amp.common.config",
         "xla_amp.policy",
         "xla_amp.lowering.training.amp",
         "xla_amp.backends.base",
@@ -199,18 +199,30 @@ KNOWN = {
 @pytest.mark.parametrize(
     ("module", "source", "message"),
     [
-        ("xla_amp.types", "import tomllib", None),
-        ("xla_amp.types", "import numpy", "layer 0 may not load numpy"),
-        ("xla_amp.types", "from xla_amp import config", "types (layer 0) may not import xla_amp.config (layer 1)"),
-        ("xla_amp.loss_scaling", "from xla_amp.config import engine", None),
+        ("xla_amp.common.types", "import tomllib", None),
+        ("xla_amp.common.types", "import numpy", "layer 0 may not load numpy"),
+        (
+            "xla_amp.common.types",
+            "from xla_amp.common import config",
+            "types (layer 0) may not import xla_amp.common.config (layer 1)",
+        ),
+        ("xla_amp.common.loss_scaling", "from xla_amp.common.config import engine", None),
         ("xla_amp.policy.load", "from . import resolve", None),
         ("xla_amp.policy.load", "import torch", "layer 2 may not load torch"),
         ("xla_amp.policy.load", "if TYPE_CHECKING:\n    import torch", None),
         ("xla_amp.policy.load", "if TYPE_CHECKING:\n    import xla_amp.cli", "may not import xla_amp.cli (layer 9)"),
         ("xla_amp.lowering.nn.loss", "from xla_amp.lowering.training.amp import update_scale", None),
-        ("xla_amp.lowering.nn.loss", "from xla_amp.types import CASTS", "lowering may not import xla_amp.types"),
-        ("xla_amp.lowering.nn.loss", "from xla_amp.config import engine", "lowering may not import xla_amp.config"),
-        ("xla_amp.lowering.training.amp", "from xla_amp import loss_scaling", None),
+        (
+            "xla_amp.lowering.nn.loss",
+            "from xla_amp.common.types import CASTS",
+            "lowering may not import xla_amp.common.types",
+        ),
+        (
+            "xla_amp.lowering.nn.loss",
+            "from xla_amp.common.config import engine",
+            "lowering may not import xla_amp.common.config",
+        ),
+        ("xla_amp.lowering.training.amp", "from xla_amp.common import loss_scaling", None),
         ("xla_amp.lowering.nn.loss", "import torch", "layer 3 may not load torch"),
         ("xla_amp.lazy.programs.execute", "from xla_amp.backends.base import Engine", None),
         ("xla_amp.lazy.programs.execute", "def f():\n    import xla_amp.jax.scale", "may not import xla_amp.jax.scale"),

@@ -17,7 +17,7 @@ import xla_amp
 import xla_amp.jax
 import xla_amp.policy
 import xla_amp.stablehlo
-from xla_amp.renamed import table
+from xla_amp.common.renamed import table
 
 PACKAGES = (xla_amp, xla_amp.jax, xla_amp.stablehlo)
 NAMES = [

@@ -11,8 +11,8 @@ from importlib import resources
 import pytest
 import report_pages
 
+from xla_amp.common.events import DecisionRecord
 from xla_amp.errors import FileError, MissingLibraryError
-from xla_amp.events import DecisionRecord
 from xla_amp.report import operations, page, paths, terminal
 from xla_amp.report.document import STATES, Column, Document, Edge, Finding, Row, Table
 from xla_amp.report.operations import Operation

@@ -15,7 +15,7 @@ import pytest
 import same_step
 from same_step import POLICIES, STORED
 
-from xla_amp import config
+from xla_amp.common import config
 
 
 @pytest.fixture(scope="module")

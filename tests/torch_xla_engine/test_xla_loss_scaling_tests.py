@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import pytest
 
-from xla_amp import config
+from xla_amp.common import config
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT: Mapping[str, Mapping[str, str]] = MappingProxyType(

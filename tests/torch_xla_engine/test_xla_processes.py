@@ -17,8 +17,9 @@ import torch_xla
 from torch import nn
 
 import xla_amp
-from xla_amp import config, xla_model
+from xla_amp import xla_model
 from xla_amp.backends import base
+from xla_amp.common import config
 
 
 @pytest.fixture(scope="module")

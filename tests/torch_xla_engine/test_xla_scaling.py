@@ -1,6 +1,6 @@
 """`GradScaler` and `syncfree` on torch_xla: right where its native operations are not, and one program per step.
 
-The reference is torch.optim in float64, or the rule of `xla_amp.loss_scaling` worked out by hand.
+The reference is torch.optim in float64, or the rule of `xla_amp.common.loss_scaling` worked out by hand.
 """
 
 from __future__ import annotations

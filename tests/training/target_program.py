@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 from torch import nn
 
 import xla_amp
-from xla_amp import config
 from xla_amp import xla_model as xm
+from xla_amp.common import config
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.tape import Tape
 from xla_amp.lazy.programs import execute, mesh

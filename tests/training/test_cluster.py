@@ -14,7 +14,7 @@ import torch
 from cluster_program import LOOPBACK
 
 import xla_amp
-from xla_amp.config import Process, Store
+from xla_amp.common.config import Process, Store
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import cluster, exchange

@@ -17,7 +17,7 @@ from pathlib import Path
 import forked
 import pytest
 
-from xla_amp.config import Process
+from xla_amp.common.config import Process
 from xla_amp.errors import EngineError
 from xla_amp.lazy.distributed import agreement
 

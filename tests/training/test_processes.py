@@ -24,8 +24,9 @@ from cluster_program import LOOPBACK
 from replica_program import rows_of
 
 import xla_amp
-from xla_amp import config, xla_model
-from xla_amp.config import Process, Store
+from xla_amp import xla_model
+from xla_amp.common import config
+from xla_amp.common.config import Process, Store
 from xla_amp.errors import EngineError, PolicyError
 from xla_amp.lazy.distributed import consistency
 

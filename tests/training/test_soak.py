@@ -8,7 +8,7 @@ import forked
 import pytest
 from source_tree import ROOT
 
-from xla_amp import config
+from xla_amp.common import config
 
 
 @pytest.mark.exhaustive

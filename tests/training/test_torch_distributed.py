@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import xla_amp
 from xla_amp import xla_model as xm
-from xla_amp.config import Process
+from xla_amp.common.config import Process
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.distributed import process_groups
 from xla_amp.lazy.torch_integration import c10d

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from xla_amp import config
 from xla_amp.backends import base
-from xla_amp.types import LAZY
+from xla_amp.common import config
+from xla_amp.common.types import LAZY
 
 PROCESS_GROUP = "xla_amp"
 """The backend of `torch.distributed`."""

@@ -11,9 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from xla_amp import config, events
+from xla_amp.common import config, events
+from xla_amp.common.types import LAZY as LAZY
 from xla_amp.errors import EngineError
-from xla_amp.types import LAZY as LAZY
 
 DEVICE_TYPES = (LAZY, "xla")
 """The engines' device types, as torch names them."""

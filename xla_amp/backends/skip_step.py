@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from xla_amp import events
 from xla_amp.backends import capturable, devices, initial_state
 from xla_amp.backends.step_state import OptimizerState, Path
+from xla_amp.common import events
 
 INITIAL: Mapping[str, Mapping[str, float | str]] = MappingProxyType(
     {

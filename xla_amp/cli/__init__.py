@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from xla_amp import __version__, progress
+from xla_amp import __version__
 from xla_amp.cli import arguments as common
 from xla_amp.cli import convert_command, native
+from xla_amp.common import progress
 from xla_amp.errors import ModuleError, TargetError, XlaAmpError, printable
 
 COMMANDS: Final[Mapping[str, str]] = MappingProxyType(

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from xla_amp.cli import arguments as common
+from xla_amp.common.types import CASTS, LowDtype
 from xla_amp.errors import FileError, ModuleError, PolicyError, RuleWarning, TargetError
 from xla_amp.policy import BUILTIN
-from xla_amp.types import CASTS, LowDtype
 
 if TYPE_CHECKING:
     from xla_amp.report.document import Document

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from typing import Final
 
-from xla_amp import config
+from xla_amp.common import config
 
 _NOISE: Final = (b"All log messages before absl::InitializeLog()", b"cudart_stub.cc")
 """Parts of lines that JAX's CUDA plugin prints while it is loaded; no variable of the environment turns them off."""

@@ -7,8 +7,8 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from xla_amp import files, tables
 from xla_amp.cli import arguments as common
+from xla_amp.common import files, tables
 from xla_amp.errors import PolicyError
 from xla_amp.policy import BUILTIN, Decision, Policy, extend_known_operations, load, op_catalog, resolve
 from xla_amp.policy.load import read_file, rules_from_file, signature

@@ -36,9 +36,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from xla_amp import events
 from xla_amp import policy as policies
 from xla_amp.backends import base, devices
+from xla_amp.common import events
 from xla_amp.errors import PolicyError
 from xla_amp.integrations import huggingface_padding
 from xla_amp.policy import Policy

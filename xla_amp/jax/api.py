@@ -16,7 +16,8 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar, get
 import jax
 import numpy as np
 
-from xla_amp import events
+from xla_amp.common import events
+from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
 from xla_amp.jax import compat, override_scope
 from xla_amp.jax.decisions import Carry, Settings, is_castable, resolve_settings
@@ -28,7 +29,6 @@ from xla_amp.jax.value_info import arguments, arrays_of
 from xla_amp.policy import Policy, PolicyLike, effects
 from xla_amp.policy.op_catalog import is_contraction
 from xla_amp.precision_report import PrecisionReport, SavedBytes, summarize
-from xla_amp.types import Cast
 
 _P = ParamSpec("_P")
 _Rest = ParamSpec("_Rest")

@@ -32,7 +32,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from xla_amp import costs
+from xla_amp.common import costs
 from xla_amp.jax import compat, rebind
 from xla_amp.jax.decisions import F32
 from xla_amp.jax.primitives import info

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp import events
 from xla_amp import policy as policies
+from xla_amp.common import events
+from xla_amp.common.types import LOW_DTYPES, Cast
 from xla_amp.errors import PolicyError, UnsupportedDtypeError
 from xla_amp.jax import compat
 from xla_amp.jax.primitives import info
@@ -20,7 +21,6 @@ from xla_amp.policy import Decision, Policy, PolicyLike, op_catalog
 from xla_amp.policy.load import default_name
 from xla_amp.policy.policy import Match
 from xla_amp.policy.resolve import overridden
-from xla_amp.types import LOW_DTYPES, Cast
 
 Carry: TypeAlias = Literal["keep", "low"]
 

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from xla_amp import events, hardware
+from xla_amp import hardware
+from xla_amp.common import events
 from xla_amp.jax import compat, rebind
 from xla_amp.jax.contraction_primitives import (
     Float8,
@@ -27,11 +28,11 @@ from xla_amp.jax.contraction_primitives import (
     sums_nothing,
 )
 from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
-from xla_amp.jax.higher_order import composites, islands
+from xla_amp.jax.higher_order import composites, float32_regions
 from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_additions, residual_outputs
 from xla_amp.jax.precision_request import NOTHING_SUMMED, request
 from xla_amp.jax.primitives import PrimitiveInfo, info
-from xla_amp.jax.value_info import Casts, Facts, Value, arrays_of, cast, inside, outside
+from xla_amp.jax.value_info import CastCache, Facts, Value, arrays_of, cast, inside, outside
 from xla_amp.lowering.linalg.float8 import FORMATS, Float8Format
 from xla_amp.policy import Decision, effects, float8, op_catalog
 from xla_amp.policy.cast_dtypes import cast_dtypes
@@ -62,7 +63,7 @@ class Interpreter:
     ) -> None:
         self.settings = settings
         self.rules = rules
-        self.casts = Casts(settings.low)
+        self.casts = CastCache(settings.low)
         self.backward = backward
         self.outer = outer
         self.scopes = scopes
@@ -101,13 +102,13 @@ class Interpreter:
             if self._composite_decision(jaxpr.eqns[run.start], run.operation).of_whole:
                 decided.update(range(run.start, run.stop))
         starts = {run.start: run for run in found if run.start in decided}
-        places = islands.candidates(jaxpr, self.settings.current_policy()) if self.saves else None
-        pending: collections.deque[int | islands.Island] = collections.deque(range(len(jaxpr.eqns)))
+        places = float32_regions.candidates(jaxpr, self.settings.current_policy()) if self.saves else None
+        pending: collections.deque[int | float32_regions.Float32Region] = collections.deque(range(len(jaxpr.eqns)))
         while pending:
             index = pending.popleft()
-            if isinstance(index, islands.Island):
+            if isinstance(index, float32_regions.Float32Region):
                 with compat.mesh_of_equation(jaxpr.eqns[index.members[0]]):
-                    self._eval_island(jaxpr, index, environment)
+                    self._eval_region(jaxpr, index, environment)
                 continue
             if index in decided:
                 if index in starts:
@@ -115,11 +116,11 @@ class Interpreter:
                         self._eval_composite(jaxpr, starts[index], environment, gradients)
                 continue
             if places is not None and index in places.stops:
-                island = self._find_island(jaxpr, places, index, pending, decided, environment)
-                if island is not None:
-                    numbers = [index, *(pending.popleft() for _ in range(island.length - 1))]
-                    # What does not depend on the island comes first.
-                    pending.extendleft([island, *(n for n in reversed(numbers) if n not in island.members)])
+                region = self._find_region(jaxpr, places, index, pending, decided, environment)
+                if region is not None:
+                    numbers = [index, *(pending.popleft() for _ in range(region.length - 1))]
+                    # What does not depend on the region comes first.
+                    pending.extendleft([region, *(n for n in reversed(numbers) if n not in region.members)])
                     continue
             eqn = jaxpr.eqns[index]
             flags = [var in gradients for var in eqn.outvars]
@@ -129,16 +130,16 @@ class Interpreter:
             environment.update(zip(eqn.outvars, outs, strict=True))
         return [_read(environment, atom) for atom in jaxpr.outvars]
 
-    def _find_island(
+    def _find_region(
         self,
         jaxpr: Any,
-        places: islands.Candidates,
+        places: float32_regions.Candidates,
         index: int,
         pending: Iterable[Any],
         decided: set[int],
         environment: dict[Any, Any],
-    ) -> islands.Island | None:
-        """The float32 island that starts with an equation; None if it reads no low value, or JAX does not trace."""
+    ) -> float32_regions.Float32Region | None:
+        """The float32 region that starts with an equation; None if it reads no low value, or JAX does not trace."""
         low = [
             atom
             for atom in compat.variables(jaxpr.eqns[index].invars)
@@ -150,17 +151,17 @@ class Interpreter:
             return None
         numbers = [index]
         for number in pending:
-            if isinstance(number, islands.Island) or number >= places.stops[index] or number in decided:
+            if isinstance(number, float32_regions.Float32Region) or number >= places.stops[index] or number in decided:
                 break
             numbers.append(number)
-        island = islands.find(jaxpr, places.readers, numbers, low)
-        # A function that is called, such as `jax.nn.gelu`, finds its own island, which is traced once for all calls.
-        alone = len(island.members) == 1 and compat.sub_jaxprs(jaxpr.eqns[index].params)
-        return None if alone else island
+        region = float32_regions.find(jaxpr, places.readers, numbers, low)
+        # A function that is called, such as `jax.nn.gelu`, finds its own region, which is traced once for all calls.
+        alone = len(region.members) == 1 and compat.sub_jaxprs(jaxpr.eqns[index].params)
+        return None if alone else region
 
-    def _eval_island(self, jaxpr: Any, island: islands.Island, environment: dict[Any, Any]) -> None:
-        """Evaluates the equations of an island so that the backward pass computes them again from its operands."""
-        values = [_read(environment, atom) for atom in island.reads]
+    def _eval_region(self, jaxpr: Any, region: float32_regions.Float32Region, environment: dict[Any, Any]) -> None:
+        """Evaluates the equations of a region so that the backward pass computes them again from its operands."""
+        values = [_read(environment, atom) for atom in region.reads]
         arrays = [compat.is_array(value.array) or np.ndim(value.array) > 0 for value in values]
         given = [value.array for value, is_array in zip(values, arrays, strict=True) if is_array]
         avals = list(map(compat.typeof, given))
@@ -170,22 +171,30 @@ class Interpreter:
             inner.streams = self.streams
             rest = iter(arguments)
             inside_of = {
-                islands.name(atom): Value(next(rest) if is_array else value.array, value.facts)
-                for atom, value, is_array in zip(island.reads, values, arrays, strict=True)
+                float32_regions.name(atom): Value(next(rest) if is_array else value.array, value.facts)
+                for atom, value, is_array in zip(region.reads, values, arrays, strict=True)
             }
-            rebind.run((jaxpr.eqns[number] for number in island.members), inside_of, inner.process, _read)
-            return [inside_of[var].array for var in island.leaving]
+            rebind.run((jaxpr.eqns[number] for number in region.members), inside_of, inner.process, _read)
+            return [inside_of[var].array for var in region.leaving]
 
         known = tuple(
-            value.facts if is_array else islands.constant_key(value.array)
+            value.facts if is_array else float32_regions.constant_key(value.array)
             for value, is_array in zip(values, arrays, strict=True)
         )
         policy = self.settings.current_policy()
-        scopes = (self.scopes, *(compat.scopes(jaxpr.eqns[n]) for n in island.members)) if policy.by_module else ()
-        streams = [not self.streams.isdisjoint(jaxpr.eqns[number].outvars) for number in island.members]
-        key = (self.settings, policy, scopes, tuple(avals), known, tuple(streams), islands.structure(jaxpr, island))
-        outs = islands.function(key, evaluate, avals)(*given)
-        environment.update(zip(island.leaving, map(inside, outs), strict=True))
+        scopes = (self.scopes, *(compat.scopes(jaxpr.eqns[n]) for n in region.members)) if policy.by_module else ()
+        streams = [not self.streams.isdisjoint(jaxpr.eqns[number].outvars) for number in region.members]
+        key = (
+            self.settings,
+            policy,
+            scopes,
+            tuple(avals),
+            known,
+            tuple(streams),
+            float32_regions.structure(jaxpr, region),
+        )
+        outs = float32_regions.function(key, evaluate, avals)(*given)
+        environment.update(zip(region.leaving, map(inside, outs), strict=True))
 
     def _path(self, eqn: Any) -> str | None:
         """Path of the module of an equation, if the policy has rules for modules."""
@@ -557,7 +566,7 @@ def _read(environment: dict[Any, Value], atom: Any) -> Value:
     array = _literal(atom)
     if not np.ndim(array):
         return inside(array)
-    return environment.setdefault(islands.name(atom), outside(array))
+    return environment.setdefault(float32_regions.name(atom), outside(array))
 
 
 def _read_as_written(environment: dict[Any, Any], atom: Any) -> Any:
@@ -577,6 +586,6 @@ def _literal(atom: Any) -> Any:
 
 def _is_weak(atom: Any) -> bool:
     if isinstance(atom, compat.Literal):
-        return False  # `Casts.adopts_dtype` judges a literal by its value
+        return False  # `CastCache.adopts_dtype` judges a literal by its value
     aval = getattr(atom, "aval", None)
     return bool(getattr(aval, "weak_type", False))

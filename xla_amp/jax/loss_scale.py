@@ -2,8 +2,8 @@
 
 A loss is multiplied by the scale before the backward pass, so that small float16 gradients do not become zero
 (Micikevicius et al. 2018, section 3.2).  All state and settings, bounds and factors too, are leaves of the pytree, so
-`jax.jit`, `jax.lax.scan`, checkpoints and pickles keep them.  The arithmetic is `xla_amp.loss_scaling.update`, as in
-the PyTorch scaler.
+`jax.jit`, `jax.lax.scan`, checkpoints and pickles keep them.  The arithmetic is that of `common.loss_scaling.update`,
+as in the PyTorch scaler.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp import events
-from xla_amp import loss_scaling as formula
+from xla_amp.common import events
+from xla_amp.common import loss_scaling as formula
 from xla_amp.errors import PolicyError
 from xla_amp.jax import compat
 from xla_amp.jax.observations import observe

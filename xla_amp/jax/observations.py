@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from xla_amp.common.types import VALUE_KINDS
 from xla_amp.jax import compat
-from xla_amp.types import VALUE_KINDS
 
 SCALARS: Final = ("loss", "loss_scale", "skipped")
 """What `observe` takes besides the kinds of values: numbers of the step."""
@@ -21,7 +21,7 @@ class Mark(NamedTuple):
     """A mark on a value."""
 
     what: str
-    """Of `xla_amp.types.VALUE_KINDS` or `SCALARS`."""
+    """Of `xla_amp.common.types.VALUE_KINDS` or `SCALARS`."""
     layer: str
     """Path of the layer, with dots; empty for a number."""
 

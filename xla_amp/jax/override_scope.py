@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from xla_amp import events
+from xla_amp.common import events
 from xla_amp.errors import PolicyError
 from xla_amp.jax.modules import scopes
 from xla_amp.policy import Policy

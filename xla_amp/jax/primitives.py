@@ -2,7 +2,7 @@
 
 The policy decides which dtype a primitive computes in (``policy/tables``, by the ATen name that
 ``policy/tables/classes.toml`` gives the primitive).  This table says what else is needed to apply the decision, to find
-backward passes and islands, and to report: one row for primitives that are alike, with a column for each question.  The
+backward passes and regions, and to report: one row for primitives that are alike, with a column for each question.  The
 default, for a primitive without a row: promote the operands to their widest dtype and bind it.
 """
 
@@ -58,7 +58,7 @@ class PrimitiveInfo(NamedTuple):
     adds_devices: bool = False
     """Whether it, or its derivative, reduces over devices."""
     cheap: bool | None = None
-    """Whether an island may compute it again, since it costs little more than reading its operands; None: as
+    """Whether an region may compute it again, since it costs little more than reading its operands; None: as
     operations of its class do."""
     opaque: bool = False
     """Whether it computes what is no operation of the program, so that `find_overflow` sees its results only."""

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xla_amp.common.types import Cast
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import low_copy
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
 from xla_amp.jax.primitives import info
 from xla_amp.policy.cast_dtypes import cast_dtypes
-from xla_amp.types import Cast
 
 
 class Facts(NamedTuple):
@@ -113,7 +113,7 @@ def cast(array: Any, dtype: Any) -> Any:
     return compat.convert(array, dtype)
 
 
-class Casts:
+class CastCache:
     """Casts of the values of one region.
 
     Args:

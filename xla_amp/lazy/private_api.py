@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp import config
+from xla_amp.common import config
 from xla_amp.errors import DeviceError, EngineError
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 from typing import Generic, NamedTuple, TypeVar
 
+from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
-from xla_amp.types import Cast
 
 D = TypeVar("D")
 """A dtype as the front writes it; hashable."""

@@ -16,12 +16,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, Final, TypeVar
 
-from xla_amp import config, events
+from xla_amp.common import config, events
+from xla_amp.common.types import Layer
 from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.policy import module_patterns, op_catalog
 from xla_amp.policy.op_catalog import Vocabulary
 from xla_amp.policy.policy import Match, Policy, RuleLayer
-from xla_amp.types import Layer
 
 _FRONTS: Final[dict[Vocabulary, str]] = {"jaxpr": "JAX", "stablehlo": "StableHLO"}
 _FOR_THIS_CALL: Final[frozenset[Layer]] = frozenset({"override", "context"})

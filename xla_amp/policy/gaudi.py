@@ -12,11 +12,11 @@ import os
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from xla_amp import config
+from xla_amp.common import config
+from xla_amp.common.types import Cast
 from xla_amp.policy.load import check, read_file, rule, signature
 from xla_amp.policy.op_catalog import matching
 from xla_amp.policy.policy import Policy, Rule, RuleLayer
-from xla_amp.types import Cast
 
 TABLE: Final = "tables/hpu.toml"
 """Origin of the layer that the lists replace."""

@@ -16,11 +16,11 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
-from xla_amp import files
+from xla_amp.common import files
+from xla_amp.common.types import CASTS, LOW_DTYPES, Layer, LowDtype
 from xla_amp.errors import PolicyError
 from xla_amp.policy import module_patterns, op_catalog
 from xla_amp.policy.policy import Policy, Rule, RuleLayer
-from xla_amp.types import CASTS, LOW_DTYPES, Layer, LowDtype
 
 BUILTIN: Final = ("cautious", "cpu", "cuda", "fp8", "gpu", "hpu", "lean", "mps", "torch_tpu", "tpu", "xpu")
 """Names of the built-in policies."""

@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
+from xla_amp.common.types import Cast, OperationClass
 from xla_amp.policy import op_catalog
-from xla_amp.types import Cast, OperationClass
 
 PREFIX: Final = "module:"
 

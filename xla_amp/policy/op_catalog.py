@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
+from xla_amp.common.types import OPERATION_CLASSES, Cast, OperationClass
 from xla_amp.errors import PolicyError
-from xla_amp.types import OPERATION_CLASSES, Cast, OperationClass
 
 Vocabulary: TypeAlias = Literal["jaxpr", "stablehlo"]
 

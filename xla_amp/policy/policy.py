@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from xla_amp.common.types import Cast, Layer, LowDtype, OperationClass
 from xla_amp.errors import PolicyError
 from xla_amp.policy import module_patterns, op_catalog
-from xla_amp.types import Cast, Layer, LowDtype, OperationClass
 
 MEASURED: Final = "precision search"
 """Source of a policy that was measured for one program, so that its rules without an effect are always reported."""

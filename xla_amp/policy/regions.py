@@ -11,7 +11,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator, Mapping
 
-from xla_amp import events
+from xla_amp.common import events
 from xla_amp.errors import PolicyError
 from xla_amp.policy.policy import Policy
 

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
-from xla_amp import config, events
+from xla_amp.common import config, events
+from xla_amp.common.types import Cast, Layer
 from xla_amp.errors import PolicyError
 from xla_amp.policy import effects, gaudi, module_patterns, regions
 from xla_amp.policy.load import PolicyLike, check, load, rule, rules_from_file, signature
 from xla_amp.policy.policy import Policy, Rule, RuleLayer
-from xla_amp.types import Cast, Layer
 
 
 def resolve(policy: PolicyLike, context: Mapping[str, Cast] | None = None) -> Policy:

@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from xla_amp import costs
-from xla_amp.events import DecisionRecord
+from xla_amp.common import costs
+from xla_amp.common.events import DecisionRecord
 from xla_amp.report import paths, units
 from xla_amp.report.document import Cell, Column, Finding, Row, State, Table
 

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from xla_amp import tables
+from xla_amp.common import tables
 from xla_amp.errors import printable
 from xla_amp.report import paths, units
 from xla_amp.report.document import Cell, Column, Document, Finding, Table

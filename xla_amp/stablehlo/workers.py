@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import IO, Any, Final
 
-from xla_amp import config
+from xla_amp.common import config
 
 _ENVIRONMENT: Final = MappingProxyType(
     {

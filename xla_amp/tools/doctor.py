@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any, Final
 
-from xla_amp import config, hardware
+from xla_amp import hardware
+from xla_amp.common import config
 from xla_amp.report.document import Document, Finding
 from xla_amp.report.shown import Shown
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import xla_amp
-from xla_amp import config
+from xla_amp.common import config
 from xla_amp.errors import AutocastWarning, XlaAmpWarning
 from xla_amp.lazy.torch_integration import autocast_names
 

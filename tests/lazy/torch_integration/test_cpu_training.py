@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from xla_amp import config
+from xla_amp.common import config
 from xla_amp.lazy.torch_integration import cpu_training
 
 

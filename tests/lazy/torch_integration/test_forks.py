@@ -7,7 +7,7 @@ import sys
 import forked
 import pytest
 
-from xla_amp import config
+from xla_amp.common import config
 
 PROGRAM = """
 import os, sys, time, warnings

@@ -9,7 +9,7 @@ import forked
 import torch
 from source_tree import ROOT
 
-from xla_amp import config
+from xla_amp.common import config
 from xla_amp.lazy.torch_integration import monkeypatches
 
 # Compared by identity: module-level functions and classes of torch, members of its classes, entries of registries.

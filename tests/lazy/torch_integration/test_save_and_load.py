@@ -22,7 +22,8 @@ import torch
 from source_tree import ROOT
 from torch import nn
 
-from xla_amp import checkpoint, config, xla_model
+from xla_amp import checkpoint, xla_model
+from xla_amp.common import config
 from xla_amp.errors import DeviceError
 
 State = dict[str, torch.Tensor]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import xla_amp
-from xla_amp import config
+from xla_amp.common import config
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import xla_amp
-from xla_amp import autocast, events, policy
+from xla_amp import autocast, policy
+from xla_amp.common import events
 from xla_amp.errors import PolicyError, RuleWarning
 
 LOW, FULL, HALF = torch.bfloat16, torch.float32, torch.float16

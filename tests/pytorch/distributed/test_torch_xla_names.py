@@ -13,12 +13,13 @@ import torch
 from source_tree import ROOT
 
 import xla_amp.torch_xla as implementation
-from xla_amp import config, torch_xla
+from xla_amp import torch_xla
 from xla_amp import torch_xla as met
 from xla_amp import torch_xla as pl
 from xla_amp import torch_xla as xr
 from xla_amp import torch_xla as xs
 from xla_amp import xla_model as xm
+from xla_amp.common import config
 
 
 @pytest.fixture

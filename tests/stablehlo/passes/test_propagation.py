@@ -528,7 +528,7 @@ def test_arguments_that_cannot_be_followed() -> None:
 
 
 def test_report() -> None:
-    from xla_amp import events
+    from xla_amp.common import events
 
     with events.capture() as records:
         converted = autocast(main(f"%out = stablehlo.dot_general %x, %w, {DOT}"))

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch.nn.modules import module as torch_module
 
 import xla_amp
-from xla_amp import events, policy, tables
+from xla_amp import policy
+from xla_amp.common import events, tables
 from xla_amp.pytorch.autocast import decision_events, kernel_registry, xla_dispatch
 from xla_amp.tools.explain.on_pytorch import ExplainReport
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from xla_amp import compiling
+from xla_amp.common import compiling
 from xla_amp.errors import FileError, ModuleError
 from xla_amp.stablehlo import autocast, execution, ir, samples
 from xla_amp.tools.inspect import comparison, segments, widen

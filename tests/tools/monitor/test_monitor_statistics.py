@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import xla_amp
+from xla_amp.common.types import RANGES, VALUE_KINDS
 from xla_amp.tools.monitor.history import Statistics, Sums, ValueKey
 from xla_amp.tools.monitor.on_pytorch.columns import LayerError
 from xla_amp.tools.monitor.on_pytorch.running_step import StepCountError
 from xla_amp.tools.monitor.on_pytorch.statistics import tensor_sums
-from xla_amp.types import RANGES, VALUE_KINDS
 
 TINY = 2.0**-26  # float16 rounds it to zero
 

@@ -1,4 +1,4 @@
-"""`xla_amp.compiling`: plans are compiled quickly, and have the errors of optimized code."""
+"""`xla_amp.common.compiling`: plans are compiled quickly, and have the errors of optimized code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xla_amp import compiling
+from xla_amp.common import compiling
 from xla_amp.tools import search as plan_search
 from xla_amp.tools.search.on_jax import JaxProgram
 

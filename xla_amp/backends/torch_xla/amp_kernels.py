@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xla_amp import loss_scaling
+from xla_amp.common import loss_scaling
 
 KEY = "AutogradXLA"
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_amp import config
 from xla_amp.backends.trees import tree_leaves
+from xla_amp.common import config
 from xla_amp.lazy.capture.guards import Guards
 from xla_amp.lazy.capture.module_tree import is_frozen, plain
 from xla_amp.lazy.capture.numbers import ReplayNumbers

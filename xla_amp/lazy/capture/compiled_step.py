@@ -11,10 +11,10 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 
-from xla_amp import events, interrupts
 from xla_amp import policy as policies
 from xla_amp.backends import base
 from xla_amp.backends.trees import tree_flatten
+from xla_amp.common import events, interrupts
 from xla_amp.errors import CaptureError, DeviceError
 from xla_amp.lazy.capture.cache_entry import CacheEntry
 from xla_amp.lazy.capture.guards import Guards
@@ -23,7 +23,7 @@ from xla_amp.lazy.capture.reach import NotReplayableError, Values
 from xla_amp.lazy.capture.recording import Recording
 from xla_amp.lazy.capture.warmup import restored_state
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.programs import causes, execute, mesh, pjrt
+from xla_amp.lazy.programs import execute, mesh, pjrt, recompile_reasons
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io
@@ -174,7 +174,7 @@ class Compiled(Generic[_Arguments, _Result]):
             return self._step(*args, **kwargs)
         assert self._guards is not None  # noqa: S101  (`_find_entry`)
         if (lost := entry.lost(self._guards)) is not None:
-            causes.captured_again(events.user_location(), lost)
+            recompile_reasons.captured_again(events.user_location(), lost)
         if entry.captured and not entry.audit_is_due():
             with trace.lock:  # not while recording: the backward pass may record on a thread of autograd's
                 found = entry.run(_tensors(flat_args))
@@ -208,7 +208,7 @@ class Compiled(Generic[_Arguments, _Result]):
                 self._report(f"{captures}; {self._difference(call, values)}")
             return None
         if self._cache:
-            causes.captured_again(events.user_location(), self._difference(call, values))
+            recompile_reasons.captured_again(events.user_location(), self._difference(call, values))
         self._cache.append(CacheEntry(call, values))
         return self._cache[-1]
 

@@ -16,12 +16,12 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp import events
+from xla_amp.common import events
 from xla_amp.lazy.capture.numbers import CallNumbers
 from xla_amp.lazy.capture.reach import NotReplayableError
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Spec, trace
-from xla_amp.lazy.programs import causes, execute
+from xla_amp.lazy.programs import execute, recompile_reasons
 from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io
@@ -221,7 +221,7 @@ def require_replaced(earlier: Recording, later: Recording, storages: Sequence[in
 def first_difference(one: Recording, other: Recording) -> str | None:
     """A description of the first difference of two calls' operations, whole numbers and values kept; None if none."""
     if one.code != other.code:
-        return causes.difference(one.code, other.code) or "another operation"
+        return recompile_reasons.difference(one.code, other.code) or "another operation"
     if one.ints != other.ints:
         change = next(f"{a} in one, {b} in the next" for a, b in zip(one.ints, other.ints, strict=True) if a != b)
         return f"whole numbers in it change from call to call: {change}"

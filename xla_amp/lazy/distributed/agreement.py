@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from xla_amp.config import Process
+from xla_amp.common.config import Process
 from xla_amp.errors import EngineError
 
 FANOUT = 16

@@ -31,8 +31,8 @@ import torch
 from jax.sharding import SingleDeviceSharding
 from torch.optim import Optimizer
 
-from xla_amp import config
 from xla_amp.backends import devices, trees
+from xla_amp.common import config
 from xla_amp.errors import DeviceError, FileError, MissingLibraryError, XlaAmpError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import checkpoint_digests, checkpoint_folder, processes

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from xla_amp import files
 from xla_amp.backends import trees
+from xla_amp.common import files
 from xla_amp.errors import FileError
 
 ARRAYS, STRUCTURE, _FACTS, _OWNER = "arrays", "structure.pt", "checkpoint.json", "owner"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 
-from xla_amp import config
-from xla_amp.config import Process
+from xla_amp.common import config
+from xla_amp.common.config import Process
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
 

@@ -25,8 +25,8 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp import config, events
-from xla_amp.config import Process
+from xla_amp.common import config, events
+from xla_amp.common.config import Process
 from xla_amp.errors import EngineError
 from xla_amp.lazy.distributed import agreement, shared_numbers
 from xla_amp.lazy.distributed.agreement import is_loopback

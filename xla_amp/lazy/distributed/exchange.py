@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_amp import files
+from xla_amp.common import files
 from xla_amp.errors import EngineError
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 

@@ -18,8 +18,8 @@ import torch
 from jax.sharding import Mesh
 from torch import nn
 
-from xla_amp import events
 from xla_amp.backends import base, devices, trees
+from xla_amp.common import events
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.distributed import same_values, spmd
 from xla_amp.lazy.graph.trace import trace

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from xla_amp import config
+from xla_amp.common import config
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import agreement, cluster, consistency, exchange

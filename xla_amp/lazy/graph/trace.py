@@ -24,7 +24,7 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp import events, interrupts
+from xla_amp.common import events, interrupts
 from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY

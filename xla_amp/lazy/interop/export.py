@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_amp import events
 from xla_amp.backends import base, trees
+from xla_amp.common import events
 from xla_amp.errors import CaptureError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer

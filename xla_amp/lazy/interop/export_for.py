@@ -16,13 +16,13 @@ from jaxlib.mlir import ir
 
 from xla_amp import hardware
 from xla_amp.backends import base
+from xla_amp.common.types import PLATFORMS, Platform
 from xla_amp.errors import CaptureError, DeviceError, XlaAmpError, writing
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.programs import compile_options, execute, mesh, pjrt
 from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lazy.torch_integration import generator
-from xla_amp.types import PLATFORMS, Platform
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from xla_amp import events
+from xla_amp.common import events
 from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.ops.operators import KernelTable
 from xla_amp.lazy.tensors import tensor_io, transfer

@@ -24,7 +24,7 @@ from xla_amp.lazy.dtypes import to_torch
 from xla_amp.lazy.graph.host_copies import copies
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Instruction, trace
-from xla_amp.lazy.programs import causes, execute, mesh, program_cache
+from xla_amp.lazy.programs import execute, mesh, program_cache, recompile_reasons
 from xla_amp.lazy.programs.compile import Key, build
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io
@@ -182,7 +182,7 @@ def _evaluate(chosen: list[_HostNode], number: int, host: jax.Device) -> dict[in
         program_cache.touch(program)
         if is_new:
             program_cache.add(_programs, key, program)
-            causes.compiled(program)
+            recompile_reasons.compiled(program)
     return {n: np.asarray(outputs[position]) for n, position in zip(wanted, program.outputs, strict=True)}
 
 

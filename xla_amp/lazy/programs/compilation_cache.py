@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
-from xla_amp import config, events, files
+from xla_amp.common import config, events, files
 from xla_amp.errors import FileError, PolicyError
 from xla_amp.lazy.programs.disk import LIMIT, Folder
 

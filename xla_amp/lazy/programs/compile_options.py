@@ -2,8 +2,8 @@
 
 An option is listed only if XLA's default gives a slower program, or another program than the user wrote.  An option in
 ``XLA_FLAGS`` is not set here; ``XLA_AMP_COMPILER_OPTIONS`` replaces and adds options
-(`xla_amp.config.compiler_options`).  JAX accepts options for a whole program only, so torch code inside a JAX program
-is compiled with the options of that program.
+(`xla_amp.common.config.compiler_options`).  JAX accepts options for a whole program only, so torch code inside a JAX
+program is compiled with the options of that program.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from xla_amp import config
+from xla_amp.common import config
 from xla_amp.lazy.programs import pjrt
 
 

@@ -30,7 +30,8 @@ import numpy as np
 import torch
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from xla_amp import config, hardware
+from xla_amp import hardware
+from xla_amp.common import config
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Instruction, Spec
 from xla_amp.lazy.programs import compile_options, mesh, pjrt

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
-from xla_amp import events
+from xla_amp.common import events
 
 LIMIT: Final = 2 << 30
 """Bytes by default."""

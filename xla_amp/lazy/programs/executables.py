@@ -17,7 +17,7 @@ from typing import Any, Final
 import jax
 from jax.experimental import serialize_executable
 
-from xla_amp import events
+from xla_amp.common import events
 from xla_amp.lazy import private_api
 from xla_amp.lazy.programs import compilation_cache, content, disk, mesh, pjrt, progress
 from xla_amp.lazy.programs.compile import XlaProgram

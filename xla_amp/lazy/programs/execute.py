@@ -13,24 +13,24 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from xla_amp import events
+from xla_amp.common import events
 from xla_amp.errors import KernelWarning, StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph import host_copies
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import (
-    causes,
     dynamic_ints,
     executables,
     memory_layout,
     mesh,
     pjrt,
     program_cache,
+    recompile_reasons,
 )
 from xla_amp.lazy.programs.compile import NO_SHARDINGS, Key, Shardings, XlaProgram, build
 from xla_amp.lazy.programs.metrics import metrics
-from xla_amp.lazy.steps import recovery
+from xla_amp.lazy.steps import failed_step
 from xla_amp.lazy.torch_integration import forks, generator
 from xla_amp.lowering import forms
 
@@ -110,7 +110,7 @@ def sync(wait: bool = False) -> None:
     flush()
     if wait:
         metrics.host_syncs += 1
-        causes.host_waits()
+        recompile_reasons.host_waits()
         _finish()
 
 
@@ -314,15 +314,15 @@ def _commit(run: _Flush) -> None:
         if not pjrt.counts_memory():
             pjrt.live_bytes()
         program_cache.add(_programs, key, program)
-        causes.compiled(program)
+        recompile_reasons.compiled(program)
     program_ran()
 
 
 def _abandon(run: _Flush, error: BaseException) -> BaseException:
     """Discards the trace after a failure, and returns what to raise.
 
-    Values that do not depend on the operation that failed are still computed (`recovery`); others are poisoned if they
-    are new or were donated, and otherwise keep the value from before.
+    Values that do not depend on the operation that failed are still computed (`failed_step`); others are poisoned if
+    they are new or were donated, and otherwise keep the value from before.
     """
     message = f"{type(error).__name__}: {error}{mesh.ended_peers() if isinstance(error, Exception) else ''}"
     reason = error if isinstance(error, XlaAmpError) else StepFailedError(message)
@@ -397,7 +397,7 @@ def _forget(targets: list[Buffer]) -> None:
     trace.clear()
 
 
-def _rest(targets: list[Buffer], arrays: list[Any]) -> recovery.Rest | None:
+def _rest(targets: list[Buffer], arrays: list[Any]) -> failed_step.Rest | None:
     """What does not depend on the operation that failed, if that can still be computed."""
     if any(array.is_deleted() for array in arrays):
         return None
@@ -405,12 +405,12 @@ def _rest(targets: list[Buffer], arrays: list[Any]) -> recovery.Rest | None:
     floats, ints, streams = _numbers()
     specs = [buffer.spec for buffer in trace.parameters]
     try:
-        return recovery.rest(key, trace.parameter_numbers, specs, arrays, (floats, ints), streams, pjrt.platform())
+        return failed_step.rest(key, trace.parameter_numbers, specs, arrays, (floats, ints), streams, pjrt.platform())
     except Exception:
         return None  # the first error is the one to report
 
 
-def _restore(targets: list[Buffer], arrays: list[Any], reason: XlaAmpError, rest: recovery.Rest | None) -> None:
+def _restore(targets: list[Buffer], arrays: list[Any], reason: XlaAmpError, rest: failed_step.Rest | None) -> None:
     """Discards the trace: stores what is left of it; poisons values that were not computed or were donated."""
     for buffer, array in zip(trace.parameters, arrays, strict=True):
         if array.is_deleted():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xla_amp.lazy.programs import causes
+from xla_amp.lazy.programs import recompile_reasons
 
 COUNTERS: dict[str, str] = {
     "executions": "executables run",
@@ -63,7 +63,7 @@ class Metrics:
         """Sets every counter to zero."""
         for name in COUNTERS:
             setattr(self, name, 0)
-        causes.reset()
+        recompile_reasons.reset()
 
     def report(self) -> str:
         """The counters as an aligned text table; below it, compilations and host syncs by line of the program."""
@@ -73,7 +73,7 @@ class Metrics:
         rows = (COUNTERS | LEVELS).items()
         return (
             "\n".join(f"{name:<{name_width}}  {counts[name]:>{width},}  {what}" for name, what in rows)
-            + causes.report()
+            + recompile_reasons.report()
         )
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import jax
 
-from xla_amp import config, hardware
+from xla_amp import hardware
+from xla_amp.common import config
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.programs import compilation_cache
 

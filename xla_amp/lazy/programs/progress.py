@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from xla_amp import config
+from xla_amp.common import config
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from xla_amp.lazy.dtypes import to_torch
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.programs import causes, execute, memory_layout
+from xla_amp.lazy.programs import execute, memory_layout, recompile_reasons
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io
 
@@ -56,7 +56,7 @@ class Read:
             return None
         if not self._array.is_ready():
             metrics.host_syncs += 1
-            causes.host_waits()
+            recompile_reasons.host_waits()
         metrics.device_to_host += 1
         return to_torch(np.array(self._array, copy=True))
 

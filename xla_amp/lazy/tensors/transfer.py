@@ -9,14 +9,14 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp import interrupts
+from xla_amp.common import interrupts
 from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
 from xla_amp.lazy.graph import host_copies
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Spec, spec, trace
-from xla_amp.lazy.programs import causes, mesh, pjrt
+from xla_amp.lazy.programs import mesh, pjrt, recompile_reasons
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.torch_integration import forks
 
@@ -48,7 +48,7 @@ def download(array: jax.Array) -> torch.Tensor:
             "xla_amp.full_tensor(tensor) on all of them and read that; xla_amp.checkpoint.save() writes it by part"
         )
     metrics.host_syncs += 1
-    causes.host_waits()
+    recompile_reasons.host_waits()
     metrics.device_to_host += 1
     try:
         value = np.array(array, copy=True)

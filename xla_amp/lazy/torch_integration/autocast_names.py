@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from xla_amp import events
 from xla_amp.backends import dynamo
+from xla_amp.common import events
 from xla_amp.errors import AutocastWarning
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import pjrt

@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from xla_amp import config, events
+from xla_amp.common import config, events
 
 LEAST_ELEMENTS = 100_000
 """Parameters of a model that is worth a device; smaller ones may be on the CPU on purpose."""

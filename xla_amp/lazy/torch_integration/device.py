@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from xla_amp import config, events
 from xla_amp.backends import dynamo
+from xla_amp.common import config, events
 from xla_amp.errors import MissingLoweringError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes

@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 
-from xla_amp import interrupts
 from xla_amp.backends import dynamo
+from xla_amp.common import interrupts
 from xla_amp.lazy import private_api
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE

@@ -13,8 +13,8 @@ import os
 import warnings
 from typing import Any
 
-from xla_amp import events
 from xla_amp.backends import base
+from xla_amp.common import events
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.trace import trace

@@ -20,8 +20,8 @@ from torch.nn.modules import module as nn_module
 from torch.storage import UntypedStorage
 from torch.utils.data import DataLoader
 
-from xla_amp import interrupts
 from xla_amp.backends import autoload, dynamo, skip_step
+from xla_amp.common import interrupts
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import process_groups
@@ -173,7 +173,7 @@ def _replace_printing() -> None:
     original: Callable[..., str] = torch.Tensor.__repr__
 
     @functools.wraps(original)  # type: ignore[arg-type]
-    def __repr__(self: Any, *, tensor_contents: Any = None) -> str:  # `causes` knows what waits by this name
+    def __repr__(self: Any, *, tensor_contents: Any = None) -> str:  # `recompile_reasons` knows what waits by this name
         plain = type(self) in tensor_io.PLAIN
         if tensor_contents is not None or not plain or self.device.type != DEVICE_TYPE:
             return original(self, tensor_contents=tensor_contents)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from xla_amp import config, events
+from xla_amp.common import config, events
 from xla_amp.errors import DeviceError, PolicyError
 from xla_amp.lazy.programs import pjrt
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE

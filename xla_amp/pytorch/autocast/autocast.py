@@ -20,17 +20,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from xla_amp import config, events, interrupts
 from xla_amp import policy as policies
 from xla_amp.backends import base, devices, dynamo
 from xla_amp.backends.base import Engine
+from xla_amp.common import config, events, interrupts
+from xla_amp.common.types import Cast
 from xla_amp.errors import UnsupportedDtypeError
 from xla_amp.policy import Policy, effects, regions
 from xla_amp.policy.load import default_name
 from xla_amp.policy.policy import MEASURED
 from xla_amp.pytorch.autocast import compiled, decorate, native, native_dispatch
 from xla_amp.pytorch.autocast import recomputation as recomputation
-from xla_amp.types import Cast
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

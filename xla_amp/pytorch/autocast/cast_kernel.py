@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from xla_amp import events
 from xla_amp.backends import dynamo, module_paths
+from xla_amp.common import events
+from xla_amp.common.types import Cast
 from xla_amp.policy import Decision, Policy, effects, regions
 from xla_amp.pytorch.autocast import casting, decision_events, float8_products
-from xla_amp.types import Cast
 
 Kernel = Callable[..., Any]
 Rules = Callable[[], Policy]

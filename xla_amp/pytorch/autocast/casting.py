@@ -21,11 +21,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
 from xla_amp.policy import op_catalog
 from xla_amp.policy.cast_dtypes import CastDtypes, cast_dtypes
 from xla_amp.pytorch.autocast import float8_products
-from xla_amp.types import Cast
 
 Arguments: TypeAlias = Sequence[Any]
 Keywords: TypeAlias = Mapping[str, Any]

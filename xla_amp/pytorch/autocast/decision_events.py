@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from xla_amp import costs, events
+from xla_amp.common import costs, events
+from xla_amp.common.types import Cast
 from xla_amp.policy import Decision, Policy
 from xla_amp.pytorch.autocast import casting
-from xla_amp.types import Cast
 
 
 def emit(

@@ -12,8 +12,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from xla_amp import events
 from xla_amp.backends import devices
+from xla_amp.common import events
 from xla_amp.errors import AutocastWarning, DeviceError, UnsupportedDtypeError
 
 LOW_DTYPES = (torch.bfloat16, torch.float16)

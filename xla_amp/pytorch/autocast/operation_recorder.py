@@ -1,8 +1,8 @@
 """Record every operation of autocast regions, with or without a rule, for `xla_amp.explain`.
 
 During a recording each operation that computes has a kernel on the autocast keys.  It emits an event
-(`xla_amp.events`) and then does what the dispatcher would have done.  Views keep their dtype, and composite operations
-without a rule are recorded by their parts, so both are left out.
+(`xla_amp.common.events`) and then does what the dispatcher would have done.  Views keep their dtype, and composite
+operations without a rule are recorded by their parts, so both are left out.
 """
 
 from __future__ import annotations

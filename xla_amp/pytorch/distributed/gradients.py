@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from xla_amp import events
 from xla_amp.backends import base, devices, module_paths
+from xla_amp.common import events
 from xla_amp.policy import Decision, gradient_sums, op_catalog
 from xla_amp.policy.load import default_name
 from xla_amp.pytorch.autocast import decision_events

@@ -14,10 +14,10 @@ from typing import Any, overload
 
 import torch
 
-from xla_amp import interrupts
 from xla_amp.backends import devices
 from xla_amp.backends.skip_step import step_where_finite
 from xla_amp.backends.trees import tree_map
+from xla_amp.common import interrupts
 from xla_amp.errors import SkipLimitError
 
 

@@ -9,7 +9,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from xla_amp import progress
+from xla_amp.common import progress
+from xla_amp.common.types import LOW_DTYPES, Cast, LowDtype
 from xla_amp.errors import ModuleError, UnsupportedDtypeError
 from xla_amp.policy import DEFAULT, PolicyLike, effects, float8, resolve
 from xla_amp.policy.policy import Policy
@@ -23,7 +24,6 @@ from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.stablehlo.passes.report import ConversionReport, decisions, emit_events
 from xla_amp.stablehlo.passes.rewriter import Rewriter, fold_casts
 from xla_amp.stablehlo.program import Program, artifact
-from xla_amp.types import LOW_DTYPES, Cast, LowDtype
 
 _ELEMENTS: Final[Mapping[LowDtype, str]] = {"bfloat16": "bf16", "float16": "f16"}
 

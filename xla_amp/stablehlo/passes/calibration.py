@@ -14,13 +14,13 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from xla_amp import progress
+from xla_amp.common import progress
+from xla_amp.common.types import LowDtype
 from xla_amp.stablehlo import constants, execution, ir, samples, surgery
 from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.cast_graph import CastNode
 from xla_amp.stablehlo.passes.op_table import Classifier
 from xla_amp.stablehlo.passes.propagation import Propagation
-from xla_amp.types import LowDtype
 
 _AT_ONCE: Final = 512
 """Operations measured by one compiled module."""

@@ -18,11 +18,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from xla_amp.common.types import Cast
 from xla_amp.policy import Policy, op_catalog
 from xla_amp.policy.policy import decided_as_a_whole
 from xla_amp.stablehlo import ir, locations, surgery
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
-from xla_amp.types import Cast
 
 MARK: Final = "amp.part"
 """Attribute of a part or an edge: ``part <operation> <number of the group> <path>``, or ``edge ...``."""

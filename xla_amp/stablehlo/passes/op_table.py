@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
+from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
 from xla_amp.policy.cast_dtypes import cast_dtypes
 from xla_amp.policy.op_catalog import meanings
@@ -19,7 +20,6 @@ from xla_amp.policy.policy import Decision, Match, Policy
 from xla_amp.stablehlo import ir, locations
 from xla_amp.stablehlo.passes.composites import CompositeMark, mark_of
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
-from xla_amp.types import Cast
 
 Colour: TypeAlias = Literal["allow", "widest", "infer", "clear", "deny"]
 """``allow``  runs in the low dtype

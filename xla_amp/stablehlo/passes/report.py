@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from xla_amp import events
-from xla_amp.events import DecisionRecord
+from xla_amp.common import events
+from xla_amp.common.events import DecisionRecord
+from xla_amp.common.types import LowDtype
 from xla_amp.policy import load
 from xla_amp.report import operations, units
 from xla_amp.report.document import Document, Finding
@@ -20,7 +21,6 @@ from xla_amp.stablehlo.passes.cast_graph import CastNode
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.stablehlo.passes.op_table import Colour
 from xla_amp.stablehlo.passes.propagation import Propagation
-from xla_amp.types import LowDtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,6 +210,6 @@ def _kept(node: CastNode, low: LowDtype) -> tuple[str, ...]:
 
 
 def emit_events(report: ConversionReport) -> None:
-    """Sends the decisions to the subscribers of `xla_amp.events` (`xla_amp.explain`)."""
+    """Sends the decisions to the subscribers of `xla_amp.common.events` (`xla_amp.explain`)."""
     for each in report.operations if events.decided.listeners else ():
         events.decided(each)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from xla_amp import compiling, costs
+from xla_amp.common import compiling, costs
 from xla_amp.report import units
 from xla_amp.stablehlo import ir, surgery
 

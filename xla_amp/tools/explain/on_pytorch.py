@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
-from xla_amp import events
-from xla_amp.events import DecisionRecord
+from xla_amp.common import events
+from xla_amp.common.events import DecisionRecord
 from xla_amp.jax import primitives
 from xla_amp.policy import BUILTIN, load
 from xla_amp.policy.op_catalog import is_contraction
@@ -42,7 +42,7 @@ class ExplainReport(Shown):
 
     def __init__(self) -> None:
         self.records: list[DecisionRecord] = []
-        """One `xla_amp.events.DecisionRecord` for each operation that ran in an autocast region, of any thread."""
+        """One `DecisionRecord` for each operation that ran in an autocast region, of any thread."""
         self._forms_before = _chosen_forms()
 
     def __len__(self) -> int:

@@ -20,9 +20,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from xla_amp import progress
+from xla_amp.common import progress
+from xla_amp.common.events import DecisionRecord
 from xla_amp.errors import ModuleError
-from xla_amp.events import DecisionRecord
 from xla_amp.report import operations, units
 from xla_amp.report.document import Column, Document, Finding, Row, Table
 from xla_amp.report.operations import Operation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from xla_amp.events import DecisionRecord
+from xla_amp.common.events import DecisionRecord
 from xla_amp.policy import load
 from xla_amp.report import operations, units
 from xla_amp.report.document import Edge

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from xla_amp import progress
+from xla_amp.common import progress
+from xla_amp.common.types import LowDtype
 from xla_amp.errors import ModuleError
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import ir
@@ -27,7 +28,6 @@ from xla_amp.stablehlo.passes.report import emit_events
 from xla_amp.stablehlo.program import Program
 from xla_amp.tools.inspect import comparison, names
 from xla_amp.tools.search import CONFIDENCE, Assessment, Candidate, Found, Plan, SearchProgram, rates, search
-from xla_amp.types import LowDtype
 
 _QUANTITY: Final = "results"
 _MOST: Final = 64

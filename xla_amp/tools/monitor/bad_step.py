@@ -27,12 +27,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from xla_amp import files
+from xla_amp.common import files
+from xla_amp.common.types import Dtype
 from xla_amp.errors import FileError
 from xla_amp.tools.monitor import history
 from xla_amp.tools.monitor.advice import is_probe
 from xla_amp.tools.monitor.history import History, StepRecord
-from xla_amp.types import Dtype
 
 FORMAT: Final = "xla_amp bad step 1"
 METADATA: Final = "step.json"

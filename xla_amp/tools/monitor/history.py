@@ -22,9 +22,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TextIO, get_args
 
-from xla_amp import files
+from xla_amp.common import files
+from xla_amp.common.types import DTYPES, RANGES, Dtype, ValueKind
 from xla_amp.errors import FileError
-from xla_amp.types import DTYPES, RANGES, Dtype, ValueKind
 
 FORMAT: Final = "xla_amp history 1"
 """The first line of a file is ``{"format": FORMAT, "low": dtype}``; each other line is one step."""
@@ -73,7 +73,7 @@ class Statistics:
 
         Args:
             sums: from the device.
-            low: the low dtype, of `xla_amp.types.RANGES`.
+            low: the low dtype, of `xla_amp.common.types.RANGES`.
             scale: the loss scale, for gradients; `flushed` already counts at this scale.
             weights: sums of the layer's weights, for updates.
         """

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from xla_amp.common.types import DTYPES, VALUE_KINDS, Dtype, ValueKind
 from xla_amp.report import page
 from xla_amp.report.document import Document
 from xla_amp.report.shown import Shown
@@ -17,7 +18,6 @@ from xla_amp.tools.monitor import advice, bad_step, history_report
 from xla_amp.tools.monitor.bad_step import BadStep
 from xla_amp.tools.monitor.history import History, StepRecord
 from xla_amp.tools.monitor.sinks import JsonLines
-from xla_amp.types import DTYPES, VALUE_KINDS, Dtype, ValueKind
 
 SAMPLE: Final = 50
 """By default the statistics are computed in one step of this many: they read all activations, gradients, weights and

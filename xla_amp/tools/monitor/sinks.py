@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from xla_amp.common.types import Dtype
 from xla_amp.tools.monitor import history
 from xla_amp.tools.monitor.history import StepRecord
-from xla_amp.types import Dtype
 
 
 class JsonLines:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from xla_amp.events import Place
+from xla_amp.common.events import Place
 from xla_amp.tools.overflow.report import Producer, ProducerOperand, ProgramOverflowReport, produced, reached
 
 _MOST: Final = 5

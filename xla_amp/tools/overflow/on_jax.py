@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xla_amp.common.events import Place
 from xla_amp.errors import StepError
-from xla_amp.events import Place
 from xla_amp.jax import compat, rebind
 from xla_amp.jax.modules import nnx_state, scopes
 from xla_amp.jax.primitives import info

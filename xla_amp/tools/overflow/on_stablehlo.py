@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from xla_amp.common.events import Place
 from xla_amp.errors import ModuleError
-from xla_amp.events import Place
 from xla_amp.stablehlo import execution, ir, locations, samples, surgery
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.passes.module_paths import own_path

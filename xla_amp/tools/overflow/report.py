@@ -7,11 +7,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from xla_amp.events import Place
+from xla_amp.common.events import Place
+from xla_amp.common.types import RANGES
 from xla_amp.report import units
 from xla_amp.report.document import Column, Document, Finding, Row, Table
 from xla_amp.report.shown import Shown
-from xla_amp.types import RANGES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

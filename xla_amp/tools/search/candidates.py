@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from xla_amp.events import DecisionRecord
+from xla_amp.common.events import DecisionRecord
+from xla_amp.common.types import Cast
 from xla_amp.policy import module_patterns, op_catalog
 from xla_amp.report import units
 from xla_amp.tools.search.rates import Rates
-from xla_amp.types import Cast
 
 _LOW_FORMS: Final[tuple[Cast, ...]] = ("low", "fp32_inside")
 _NOT_FUSED: Final = frozenset({"contraction", "convolution", "recurrent", "reduction", "normalization", "loss"})

@@ -11,9 +11,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from xla_amp import events, progress
+from xla_amp.common import events, progress
+from xla_amp.common.events import DecisionRecord
+from xla_amp.common.types import LOW_DTYPES, LowDtype
 from xla_amp.errors import SearchError
-from xla_amp.events import DecisionRecord
 from xla_amp.policy import Policy
 from xla_amp.tools.search import plans
 from xla_amp.tools.search.candidates import from_records, running_low, seconds
@@ -21,7 +22,6 @@ from xla_amp.tools.search.measurements import Plan, SearchProgram, digest
 from xla_amp.tools.search.planner import search
 from xla_amp.tools.search.rates import Rates
 from xla_amp.tools.search.result import SearchResult, not_met
-from xla_amp.types import LOW_DTYPES, LowDtype
 
 Array: TypeAlias = npt.NDArray[np.float32]
 Quantities: TypeAlias = dict[str, list[Array | None]]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from xla_amp import files
+from xla_amp.common import files
 from xla_amp.errors import FileError, writing
 from xla_amp.tools.search.candidates import Candidate
 

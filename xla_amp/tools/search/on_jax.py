@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp import compiling, events
+from xla_amp.common import compiling, events
+from xla_amp.common.events import DecisionRecord
+from xla_amp.common.types import LowDtype
 from xla_amp.errors import RuleWarning, SearchError
-from xla_amp.events import DecisionRecord
 from xla_amp.jax import compat
 from xla_amp.jax.api import autocast
 from xla_amp.tools import search as plan_search
 from xla_amp.tools.search import Plan, Rates, SearchResult, fronts
 from xla_amp.tools.search.rates import measured, median_seconds
-from xla_amp.types import LowDtype
 
 
 def search(

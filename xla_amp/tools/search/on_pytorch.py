@@ -16,15 +16,15 @@ from torch.overrides import TorchFunctionMode
 from xla_amp.backends import devices
 from xla_amp.backends.step_state import reachable, restored
 from xla_amp.backends.trees import tree_leaves, tree_map_only
+from xla_amp.common.events import DecisionRecord
+from xla_amp.common.types import LowDtype
 from xla_amp.errors import RecompileWarning, RuleWarning, SearchError
-from xla_amp.events import DecisionRecord
 from xla_amp.pytorch.autocast.autocast import autocast
 from xla_amp.tools import search as plan_search
 from xla_amp.tools.explain.on_pytorch import explain
 from xla_amp.tools.overflow.on_pytorch import uncompiled
 from xla_amp.tools.search import Plan, Rates, SearchResult, fronts
 from xla_amp.tools.search.rates import measured, median_seconds
-from xla_amp.types import LowDtype
 
 
 def search(

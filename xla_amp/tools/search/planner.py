@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from xla_amp import progress
+from xla_amp.common import progress
 from xla_amp.errors import SearchError
 from xla_amp.report import paths
 from xla_amp.tools.search.measurements import Measurements, Plan, SearchProgram, bound, spread

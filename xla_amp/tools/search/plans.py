@@ -6,13 +6,13 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 
+from xla_amp.common.types import Cast, LowDtype
 from xla_amp.policy import Policy, Rule
 from xla_amp.policy import load as load_policy
 from xla_amp.policy.load import check, rule
 from xla_amp.policy.policy import MEASURED, RuleLayer
 from xla_amp.tools.search.candidates import Candidate
 from xla_amp.tools.search.measurements import Plan
-from xla_amp.types import Cast, LowDtype
 
 NAME = "searched"
 BASE = "lean"

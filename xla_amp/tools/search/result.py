@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xla_amp.common.types import LowDtype
 from xla_amp.errors import writing
 from xla_amp.policy import Policy
 from xla_amp.policy.policy import MEASURED
@@ -18,7 +19,6 @@ from xla_amp.tools.search import plans
 from xla_amp.tools.search.candidates import Candidate
 from xla_amp.tools.search.measurements import Plan
 from xla_amp.tools.search.planner import Assessment, Found
-from xla_amp.types import LowDtype
 
 
 def not_met(found: Found) -> str:

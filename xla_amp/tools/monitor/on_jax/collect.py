@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xla_amp.common.types import ValueKind
 from xla_amp.jax import compat, observations, rebind
 from xla_amp.jax.observations import SCALARS, Mark
 from xla_amp.jax.primitives import info
 from xla_amp.lowering.training import statistics
 from xla_amp.policy import module_patterns
 from xla_amp.tools.monitor.history import Sums, ValueKey
-from xla_amp.types import ValueKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

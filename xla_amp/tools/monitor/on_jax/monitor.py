@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xla_amp.common.types import RANGES, VALUE_KINDS, Dtype, ValueKind
 from xla_amp.errors import StepError
 from xla_amp.jax import compat
 from xla_amp.jax.modules import scopes
@@ -25,7 +26,6 @@ from xla_amp.tools.monitor.history import Statistics, StepRecord, Sums, ValueKey
 from xla_amp.tools.monitor.on_jax import collect, kept_step
 from xla_amp.tools.monitor.on_jax.collect import Observed, Wanted
 from xla_amp.tools.monitor.run import SAMPLE, BaseMonitor, Options
-from xla_amp.types import RANGES, VALUE_KINDS, Dtype, ValueKind
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

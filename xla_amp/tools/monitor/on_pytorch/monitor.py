@@ -18,12 +18,12 @@ from typing import Any, Final
 import torch
 
 from xla_amp.backends import base, devices, dynamo
+from xla_amp.common.types import VALUE_KINDS, Dtype, ValueKind
 from xla_amp.tools.monitor.history import StepRecord
 from xla_amp.tools.monitor.on_pytorch import columns, kept_step
 from xla_amp.tools.monitor.on_pytorch.recording import StatisticsRecording
 from xla_amp.tools.monitor.on_pytorch.running_step import MonitoredStep
 from xla_amp.tools.monitor.run import SAMPLE, BaseMonitor, Options
-from xla_amp.types import VALUE_KINDS, Dtype, ValueKind
 
 
 def monitor(

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from xla_amp.common.types import VALUE_KINDS, ValueKind
 from xla_amp.tools.monitor.history import ValueKey
 from xla_amp.tools.monitor.on_pytorch import columns
 from xla_amp.tools.monitor.on_pytorch.statistics import FIELDS, tensor_sums
-from xla_amp.types import VALUE_KINDS, ValueKind
 
 
 class Parameters:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from xla_amp.backends import devices
+from xla_amp.common.types import RANGES, Dtype
 from xla_amp.tools.monitor.on_pytorch import columns
 from xla_amp.tools.monitor.on_pytorch.activations import Activations, zeros
 from xla_amp.tools.monitor.on_pytorch.parameters import Parameters, gradient_norm
 from xla_amp.tools.monitor.on_pytorch.running_step import OnDevice
 from xla_amp.tools.monitor.on_pytorch.statistics import FIELDS
 from xla_amp.tools.monitor.run import Options
-from xla_amp.types import RANGES, Dtype
 
 
 class StatisticsRecording:

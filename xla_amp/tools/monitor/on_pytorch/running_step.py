@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from xla_amp.backends import base, devices
+from xla_amp.common.types import Dtype
 from xla_amp.errors import XlaAmpError
 from xla_amp.tools.monitor.history import Statistics, StepRecord, Sums, ValueKey
 from xla_amp.tools.monitor.on_pytorch.kept_step import Before
-from xla_amp.types import Dtype
 
 
 class StepCountError(XlaAmpError, RuntimeError):

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
-from xla_amp import config, events
+from xla_amp.common import config, events
 from xla_amp.errors import RecompileWarning
 from xla_amp.lazy.graph.tape import Node, Tape, nodes
 from xla_amp.lazy.graph.trace import Instruction

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from xla_amp import events
+from xla_amp.common import events
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

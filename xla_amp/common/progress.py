@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from xla_amp import config
+from xla_amp.common import config
 
 EVERY: float = 15.0
 """Seconds between two lines where there is no bar; a shorter call prints none."""

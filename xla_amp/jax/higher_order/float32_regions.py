@@ -1,9 +1,9 @@
-"""Float32 islands: operations that a rule computes in float32 from low values, and what follows from them.
+"""Float32 regions: operations that a rule computes in float32 from low values, and what follows from them.
 
 JAX's linearization would save their float32 intermediate values for the backward pass: five for a ``gelu``, where a
-program that computes in bfloat16 saves as many in half the bytes.  The interpreter evaluates an island inside
+program that computes in bfloat16 saves as many in half the bytes.  The interpreter evaluates a region inside
 `jax.checkpoint`, so its low operands are saved instead, and the backward pass computes the rest again, in float32.
-Only operations that cost little more than reading their operands belong to an island.
+Only operations that cost little more than reading their operands belong to a region.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xla_amp.policy import Policy, effects, op_catalog
 from xla_amp.policy.effects import Effects
 
 
-class Island(NamedTuple):
+class Float32Region(NamedTuple):
     """Equations of a jaxpr that are evaluated together."""
 
     members: tuple[int, ...]
@@ -38,17 +38,17 @@ class Island(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Where islands may be in a jaxpr."""
+    """Where regions may be in a jaxpr."""
 
     stops: dict[int, int]
-    """Number of each equation that an island may start with -> where the cheap equations after it end."""
+    """Number of each equation that a region may start with -> where the cheap equations after it end."""
     readers: dict[Any, set[int]]
     """Variable -> numbers of the equations that read it; -1 for the caller."""
 
 
 @per_jaxpr
 def candidates(jaxpr: Any, policy: Policy) -> Candidates:
-    """Where islands may be under a policy; empty if nowhere."""
+    """Where regions may be under a policy; empty if nowhere."""
     stops: dict[int, int] = {}
     stop = len(jaxpr.eqns)
     for index in reversed(range(stop)):
@@ -104,8 +104,8 @@ def _widens_primitive(name: str, policy: Policy) -> bool:
     return decide(policy, name)[0].cast == "fp32"
 
 
-def find(jaxpr: Any, readers: dict[Any, set[int]], numbers: Sequence[int], low: Sequence[Any]) -> Island:
-    """The island that starts with the first of some equations.
+def find(jaxpr: Any, readers: dict[Any, set[int]], numbers: Sequence[int], low: Sequence[Any]) -> Float32Region:
+    """The region that starts with the first of some equations.
 
     Args:
         jaxpr: the program.
@@ -126,21 +126,21 @@ def find(jaxpr: Any, readers: dict[Any, set[int]], numbers: Sequence[int], low: 
     for var in made:
         reads.pop(var, None)
     leaving = tuple(v for v in made if not readers.get(v, chosen) <= chosen)
-    return Island(tuple(members), tuple(reads.values()), leaving, len(numbers))
+    return Float32Region(tuple(members), tuple(reads.values()), leaving, len(numbers))
 
 
-def structure(jaxpr: Any, island: Island) -> tuple[Any, ...]:
-    """What islands with the same computation have in common."""
-    number = {name(atom): index for index, atom in enumerate(island.reads)}
+def structure(jaxpr: Any, region: Float32Region) -> tuple[Any, ...]:
+    """What regions with the same computation have in common."""
+    number = {name(atom): index for index, atom in enumerate(region.reads)}
     rows = []
-    for member in island.members:
+    for member in region.members:
         eqn = jaxpr.eqns[member]
         atoms = tuple(
             (constant_key(atom.val), atom.aval) if _is_number(atom) else number[name(atom)] for atom in eqn.invars
         )
         rows.append((eqn.primitive, tuple(eqn.params.items()), atoms))
         number.update((var, len(number)) for var in eqn.outvars)
-    return (*rows, tuple(number[var] for var in island.leaving))
+    return (*rows, tuple(number[var] for var in region.leaving))
 
 
 def constant_key(value: Any) -> Any:
@@ -154,13 +154,13 @@ _MOST_FUNCTIONS: Final = 1024
 
 
 def function(key: Any, evaluate: Callable[..., list[Any]], avals: Sequence[Any]) -> Callable[..., list[Any]]:
-    """A function that computes an island and keeps its arguments for the backward pass instead of what it computes.
+    """A function that computes a region and keeps its arguments for the backward pass instead of what it computes.
 
-    It is traced once for all islands with the same computation, and is one function of the program that JAX lowers.
+    It is traced once for all regions with the same computation, and is one function of the program that JAX lowers.
 
     Args:
         key: what the computation depends on; one that cannot be hashed is not remembered.
-        evaluate: computes the island under autocast.
+        evaluate: computes the region under autocast.
         avals: types of its arguments.
     """
     try:
@@ -176,11 +176,11 @@ def function(key: Any, evaluate: Callable[..., list[Any]], avals: Sequence[Any])
 def _make(evaluate: Callable[..., list[Any]], avals: Sequence[Any]) -> Callable[..., list[Any]]:
     traced = compat.trace(evaluate, avals)
 
-    def float32_island(*arguments: Any) -> list[Any]:
+    def float32_region(*arguments: Any) -> list[Any]:
         return compat.eval_jaxpr(traced, arguments)
 
     # XLA sees both computations, and may keep a value after all where that is faster; a loop saves the arguments.
-    return jax.jit(jax.checkpoint(float32_island, prevent_cse=False))
+    return jax.jit(jax.checkpoint(float32_region, prevent_cse=False))
 
 
 def _values(atoms: Sequence[Any]) -> list[Any]:

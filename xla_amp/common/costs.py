@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from xla_amp.events import DecisionRecord
+from xla_amp.common.events import DecisionRecord
 from xla_amp.report import units
 
 Shape: TypeAlias = tuple[int, ...]

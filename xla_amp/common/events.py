@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Generic, ParamSpec, TypeVar
 
+from xla_amp.common.types import Cast, Layer
 from xla_amp.errors import XlaAmpWarning
-from xla_amp.types import Cast, Layer
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

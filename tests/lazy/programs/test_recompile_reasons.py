@@ -12,17 +12,17 @@ import torch
 
 import xla_amp
 from xla_amp.errors import PolicyError, RecompileWarning
-from xla_amp.lazy.programs import causes, execute
+from xla_amp.lazy.programs import execute, recompile_reasons
 
 HERE = __file__
 
 
 @pytest.fixture(autouse=True)
 def _no_lines() -> Iterator[None]:
-    causes.reset()
+    recompile_reasons.reset()
     execute.clear_programs()
     yield
-    causes.reset()
+    recompile_reasons.reset()
 
 
 def warnings_of(program: Callable[[], object]) -> list[warnings.WarningMessage]:
@@ -33,7 +33,7 @@ def warnings_of(program: Callable[[], object]) -> list[warnings.WarningMessage]:
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == causes.__name__]
+    return [record.getMessage() for record in caplog.records if record.name == recompile_reasons.__name__]
 
 
 def line_of(function: Callable[..., object], offset: int) -> str:
@@ -49,7 +49,7 @@ def test_one_warning_names_the_line_the_count_and_the_difference(device: torch.d
     (warning,) = warnings_of(lambda: by_shape(device))
     text = str(warning.message)
     assert (warning.filename, warning.lineno) == (HERE, by_shape.__code__.co_firstlineno + 2)
-    assert f"{line_of(by_shape, 2)} has compiled {causes.PATIENCE} programs" in text
+    assert f"{line_of(by_shape, 2)} has compiled {recompile_reasons.PATIENCE} programs" in text
     assert "an input is float32[6,2], float32[5,2] before, read by mul.Tensor at" in text
 
 
@@ -58,9 +58,9 @@ def test_programs_from_the_disk_are_no_compilations(device: torch.device, tmp_pa
     try:
         assert len(warnings_of(lambda: by_shape(device))) == 1
         execute.clear_programs()
-        causes.reset()
+        recompile_reasons.reset()
         assert warnings_of(lambda: by_shape(device)) == []
-        assert "compilations by line" not in causes.report()
+        assert "compilations by line" not in recompile_reasons.report()
     finally:
         xla_amp.compilation_cache(None)
 
@@ -72,13 +72,16 @@ DIFFERENCES: dict[str, tuple[Callable[[torch.Tensor, int], torch.Tensor], str]] 
     ),
     "Python argument": (
         lambda x, i: x.tril(i),
-        r"the argument diagonal of tril, 0 before, has changed and is data now at .*test_causes.py:\d+",
+        r"the argument diagonal of tril, 0 before, has changed and is data now at .*test_recompile_reasons.py:\d+",
     ),
     "Python bool": (
         lambda x, i: x.sum(0, keepdim=bool(i)),
         r"the argument keepdim of sum.dim_IntList is True, False before",
     ),
-    "operation": (lambda x, i: (x.sin, x.cos)[i](), r"operation 1 is cos, sin before at .*test_causes.py:\d+"),
+    "operation": (
+        lambda x, i: (x.sin, x.cos)[i](),
+        r"operation 1 is cos, sin before at .*test_recompile_reasons.py:\d+",
+    ),
     "number of operations": (lambda x, i: x.exp() if i else x.exp().neg(), r"\(2 operations, 3 before\)"),
     "shape": (lambda x, i: x.new_ones(3 + i), r"gives float32\[4\], float32\[3\] before|size .* before"),
 }

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
+from xla_amp.common.types import PLATFORMS, Cast, Platform
 from xla_amp.errors import PolicyError
-from xla_amp.types import PLATFORMS, Cast, Platform
 
 EngineName: TypeAlias = Literal["auto", "torch_xla", "jax"]
 Fallback: TypeAlias = Literal["error", "cpu"]
@@ -187,7 +187,7 @@ def warns_of_cpu_training() -> bool:
 
 
 def debug() -> frozenset[Debug]:
-    """``XLA_AMP_DEBUG``: what is logged, as words with commas; see `xla_amp.lazy.programs.causes`.
+    """``XLA_AMP_DEBUG``: what is logged, as words with commas; see `xla_amp.lazy.programs.recompile_reasons`.
 
     ``recompile``: each program compiled after a line's first, and each new capture, with the reason.  ``sync``: each
     time that Python waits for the device, with what asked.

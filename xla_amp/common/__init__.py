@@ -1,0 +1,1 @@
+"""Modules that every other folder may import: settings, events, files, types, tables, progress."""
