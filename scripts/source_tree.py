@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # Modules beside `xla_amp/__init__.py` that give a name to import to what is elsewhere.
-ENTRIES = frozenset({"checkpoint", "device", "metrics", "syncfree", "torch_xla", "xla_model"})
+ENTRIES = frozenset({"autoload", "checkpoint", "device", "metrics", "syncfree", "torch_xla", "xla_model"})
 
 # A module belongs to the layer of its longest matching prefix, and imports its own folder and the layers below.
 # The root module is last because users enter there: it names everything, and no module inside imports it.
@@ -44,14 +44,6 @@ LOWERING_IMPORTS = frozenset({"xla_amp.common.events", "xla_amp.common.loss_scal
 
 # Imports against the layers or in a circle, when a function of the module is called -> why they are right.
 LOADED_BY_NAME: Mapping[str, Mapping[str, str]] = {
-    "xla_amp.backends.autoload": dict.fromkeys(
-        (
-            "xla_amp.integrations.huggingface",
-            "xla_amp.lazy.distributed.process_groups",
-            "xla_amp.pytorch.distributed.xla_model",
-        ),
-        "torch calls it in processes that have not started the device, and perhaps never will",
-    ),
     "xla_amp.backends.base": dict.fromkeys(
         ("xla_amp.lazy", "xla_amp.backends.torch_xla"), "the engine is chosen when it is first used"
     ),

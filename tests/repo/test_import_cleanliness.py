@@ -55,7 +55,7 @@ def test_the_package_loads_no_library_and_prints_nothing():
 
 
 def test_a_module_may_be_the_first_to_load_torch():
-    # torch loads `xla_amp.backends.autoload` in its own import, when this module is not complete.
+    # torch loads `xla_amp.autoload` in its own import, when this module is not complete.
     assert after("from xla_amp.backends import base", "print(base.LAZY)") == "jax"
 
 

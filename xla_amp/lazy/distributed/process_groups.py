@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xla_amp.backends import autoload
+from xla_amp.backends import torch_registration
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.distributed import agreement, cluster, collectives, exchange
 from xla_amp.lazy.steps import step_marker
@@ -59,7 +59,7 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 def is_ours(group: Any) -> bool:
     """Whether a process group has the backend ``xla_amp``."""
-    return autoload.PROCESS_GROUP in torch.distributed.get_backend(group)
+    return torch_registration.PROCESS_GROUP in torch.distributed.get_backend(group)
 
 
 def members(call: str, group: Any) -> Members:

@@ -20,7 +20,7 @@ from torch.nn.modules import module as nn_module
 from torch.storage import UntypedStorage
 from torch.utils.data import DataLoader
 
-from xla_amp.backends import autoload, dynamo, skip_step
+from xla_amp.backends import dynamo, skip_step, torch_registration
 from xla_amp.common import interrupts
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
@@ -54,6 +54,10 @@ def install() -> None:
     """Installs every patch of the table."""
     for patch in PATCHES:
         patch.install()
+
+
+def _started() -> None:
+    """The device is starting when its patches are installed."""
 
 
 def _add_buffer_attribute() -> None:
@@ -396,14 +400,14 @@ PATCHES = (
     PatchGroup(
         names=("torch.serialization._package_registry",),
         reason="torch.load puts storages of the device where they were, or where map_location='jax' wants them. "
-        "Installed at `import torch` already, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 (`backends.autoload`).",
-        install=autoload.register,
+        "Installed at `import torch` already, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 (`xla_amp.autoload`).",
+        install=lambda: torch_registration.register_location(_started),
     ),
     PatchGroup(
         names=("torch.distributed.distributed_c10d._get_default_timeout",),
         reason="init_process_group('xla_amp') and new_group would wait 30 minutes for a process that does not start; "
         "a backend cannot register its default. It is XLA_AMP_TIMEOUT here. Installed with the row above.",
-        install=autoload.register_process_group,
+        install=lambda: torch_registration.register_process_group(_started, process_groups.make),
     ),
     PatchGroup(
         names=("torch.jit.RecursiveScriptModule.save", "torch.jit.RecursiveScriptModule.save_to_buffer"),

@@ -112,7 +112,6 @@ class GradScaler(torch.amp.GradScaler):
         return tree_map(lambda value: super(GradScaler, self).scale(value) if _is_tensor(value) else value, outputs)
 
     @interrupts.deferred
-    @interrupts.deferred
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients unless `unscale_` did, and steps `optimizer` where they are finite.
 
