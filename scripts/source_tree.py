@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # Modules beside `xla_amp/__init__.py` that give a name to import to what is elsewhere.
-ENTRIES = frozenset({"autoload", "checkpoint", "device", "metrics", "syncfree", "torch_xla", "xla_model"})
+ENTRIES = frozenset({"autoload", "checkpoint", "device", "metrics", "syncfree", "testing", "torch_xla", "xla_model"})
 
 # A module belongs to the layer of its longest matching prefix, and imports its own folder and the layers below.
 # The root module is last because users enter there: it names everything, and no module inside imports it.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from xla_amp import policy as policy
     from xla_amp import stablehlo as stablehlo
     from xla_amp import syncfree as syncfree
+    from xla_amp import testing as testing
     from xla_amp import torch_xla as torch_xla
     from xla_amp import xla_model as xla_model
     from xla_amp.backends.base import metrics as metrics
@@ -93,6 +94,7 @@ _MODULES = {
     "policy": "xla_amp.policy",
     "stablehlo": "xla_amp.stablehlo",
     "syncfree": "xla_amp.syncfree",
+    "testing": "xla_amp.testing",
     "torch_xla": "xla_amp.torch_xla",
     "xla_model": "xla_amp.xla_model",
 }

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import torch
 from torch.utils._pytree import tree_leaves
-
-import xla_amp
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
@@ -33,29 +30,6 @@ def check(program: Callable[[str], Any], *, rtol: float = 0.0, atol: float = 0.0
             )
         else:
             assert got == want, f"result {index}: {got!r}, torch gives {want!r}"
-
-
-@dataclasses.dataclass
-class Counts:
-    """Counters of the engine over a block, filled in at its end; reads as attributes (``counts.executions``)."""
-
-    values: dict[str, int] = dataclasses.field(default_factory=dict)
-
-    def __getattr__(self, name: str) -> int:
-        try:
-            return self.__dict__["values"][name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[Counts]:
-    """Counts what the engine, the lazy device or torch_xla, does inside the block."""
-    before = xla_amp.metrics()
-    counts = Counts()
-    yield counts
-    after = xla_amp.metrics()
-    counts.values = {name: after[name] - before[name] for name in after}
 
 
 @contextlib.contextmanager

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import array_behind, counted
+from lazy_device import array_behind
 
 from xla_amp import lazy as engine
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute
+from xla_amp.testing import counts as counted
 
 
 def compilations_of(program: Callable[[Any], Any], inputs: Iterable[Any]) -> list[int]:

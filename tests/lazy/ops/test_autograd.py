@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import check, counted
+from lazy_device import check
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from xla_amp import lazy as engine
+from xla_amp.testing import counts as counted
 
 PROGRAMS: dict[str, Callable[[str], Any]] = {}
 

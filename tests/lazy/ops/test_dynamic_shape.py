@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import check, counted
+from lazy_device import check
 from torch.nn import functional as F
 
 from xla_amp.lazy.ops import dynamic_shape
+from xla_amp.testing import counts as counted
 
 pytestmark = pytest.mark.filterwarnings("ignore:the size of what:UserWarning")
 NUMBERS = torch.tensor([3, 1, 1, 4, 0, 4, 4, 1])

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import counted
 
 from xla_amp import lazy as engine
 from xla_amp.lazy.graph.host_copies import copies
 from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.steps import step_marker
+from xla_amp.testing import counts as counted
 
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
 

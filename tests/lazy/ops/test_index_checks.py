@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import counted
+
+from xla_amp.testing import counts as counted
 
 F = torch.nn.functional
 CASES: dict[str, tuple[Callable[[Any, Any], Any], tuple[int, ...]]] = {

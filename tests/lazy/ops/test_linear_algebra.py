@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import check, counted
+from lazy_device import check
 from torch import Tensor, fft, linalg
 from torch.nn import functional as F
 
 from xla_amp import lazy as engine
+from xla_amp.testing import counts as counted
 
 
 def sample(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import counted
 from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 
 from xla_amp import lazy as engine
 from xla_amp.lazy.steps import step_marker
+from xla_amp.testing import counts as counted
 
 STEPS = 4
 OPTIMIZERS = {info.optim_cls.__name__: info for info in optim_db}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import counted
 from torch import nn
 
 from xla_amp.errors import MissingLoweringError
+from xla_amp.testing import counts as counted
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's, once a process
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lazy_device import counted
 from torch import nn
 
 from xla_amp import lowering
 from xla_amp.lazy.graph.trace import trace
+from xla_amp.testing import counts as counted
 
 VALUES = torch.arange(440.0).reshape(40, 11)  # a shape of this test only
 

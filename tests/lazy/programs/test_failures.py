@@ -13,13 +13,14 @@ import forked
 import jax.numpy as jnp
 import pytest
 import torch
-from lazy_device import array_behind, counted
+from lazy_device import array_behind
 
 from xla_amp import lazy as engine
 from xla_amp import lowering
 from xla_amp.errors import DeviceError, MissingLoweringError, StepFailedError, XlaAmpError
 from xla_amp.lazy.graph.buffer import Poisoned
 from xla_amp.lazy.programs import execute
+from xla_amp.testing import counts as counted
 
 LIBRARY = torch.library.Library("lazy_failures", "DEF")
 broken = True

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lazy_device import counted
 
 from xla_amp import lazy as engine
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.steps import loops
+from xla_amp.testing import counts as counted
 
 
 def test_transformers_with_a_static_cache_has_two_programs(device: torch.device) -> None:

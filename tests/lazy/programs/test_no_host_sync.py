@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
-from lazy_device import COMPILED, TRACED, array_behind, counted, jax_events
+from lazy_device import COMPILED, TRACED, array_behind, jax_events
 from torch import nn
 
 from xla_amp import lazy as engine
 from xla_amp.lazy.tensors import transfer
+from xla_amp.testing import counts as counted
 
 
 @pytest.fixture(scope="module", params=["sgd", "adam", "adamw, capturable"])

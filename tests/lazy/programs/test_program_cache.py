@@ -13,11 +13,11 @@ from jax._src import pjit
 from jax._src.interpreters import partial_eval
 
 import xla_amp
-from tests.helpers.lazy_device import counted
 from xla_amp.lazy.graph import trace as graph
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.programs import compile as compiler
 from xla_amp.lazy.programs import execute, program_cache
+from xla_amp.testing import counts as counted
 
 LIMIT = 10 * program_cache.BASE
 """Bytes: some programs of the tests below."""

@@ -17,11 +17,12 @@ import torch
 from jax.experimental import serialize_executable
 
 import xla_amp
-from tests.helpers.lazy_device import Counts, counted
 from xla_amp import lowering
 from xla_amp.errors import XlaAmpWarning
 from xla_amp.lazy.programs import content, executables, execute, mesh, pjrt, program_cache
 from xla_amp.lazy.programs.disk import Folder
+from xla_amp.testing import Counts
+from xla_amp.testing import counts as counted
 
 PROGRAM = Path(__file__).with_name("stored_program.py")
 

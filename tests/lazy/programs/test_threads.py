@@ -9,11 +9,12 @@ from queue import Queue
 
 import pytest
 import torch
-from lazy_device import array_behind, counted
+from lazy_device import array_behind
 from torch import nn
 
 from xla_amp import lazy as engine
 from xla_amp.lazy.graph import trace
+from xla_amp.testing import counts as counted
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lazy_device import counted
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import xla_amp
 from xla_amp.lazy.programs import execute
+from xla_amp.testing import counts as counted
 
 Update = Callable[[nn.Module, torch.Tensor], None]
 SETUPS: dict[str, Callable[[nn.Module], tuple[torch.Tensor | None, Update]]] = {}

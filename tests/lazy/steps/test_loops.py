@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import counted
 from torch import nn
 
 from xla_amp import lazy as engine
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.steps import loops
+from xla_amp.testing import counts as counted
 
 LENGTHS = (7, 100, 400)
 

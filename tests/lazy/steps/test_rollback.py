@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lazy_device import counted
 
 from xla_amp import lazy as engine
+from xla_amp.testing import counts as counted
 
 
 @pytest.mark.parametrize("skip", [0.0, 1.0])

@@ -15,13 +15,14 @@ import jax
 import numpy as np
 import pytest
 import torch
-from lazy_device import array_behind, check, counted
+from lazy_device import array_behind, check
 from torch import nn
 
 from xla_amp import lazy as engine
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.torch_integration import accelerator
+from xla_amp.testing import counts as counted
 
 # ---- printing --------------------------------------------------------------------------------------------------------
 

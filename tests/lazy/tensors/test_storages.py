@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import counted
 from torch import nn
 
 from xla_amp import lazy as engine
 from xla_amp.errors import DeviceError
+from xla_amp.testing import counts as counted
 
 
 def address(tensor: torch.Tensor) -> int:

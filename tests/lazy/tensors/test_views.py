@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import array_behind, check, counted
+from lazy_device import array_behind, check
 
 from xla_amp import lazy as engine
 from xla_amp.lazy.graph.trace import trace
+from xla_amp.testing import counts as counted
 
 
 def numbers(*shape: int, where: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
-from lazy_device import counted
 
 from xla_amp import lazy as engine
+from xla_amp.testing import counts as counted
 
 DTYPES = (torch.int64, torch.int32, torch.float32)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from lazy_device import counted
 from torch import distributions, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import xla_amp
 from xla_amp import lazy as engine
 from xla_amp.lazy.programs import execute
+from xla_amp.testing import counts as counted
 
 DRAWS: dict[str, Callable[[], torch.Tensor]] = {
     "rand": lambda: torch.rand(16, device="jax"),

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import check, counted
+from lazy_device import check
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, parametrizations
 from torch.optim import swa_utils
 from torch.utils import checkpoint
 
 from xla_amp import lazy as engine
+from xla_amp.testing import counts as counted
 
 PROGRAMS: dict[str, Callable[[str], Any]] = {}
 

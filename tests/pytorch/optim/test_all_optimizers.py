@@ -9,11 +9,11 @@ import warnings
 
 import pytest
 import torch
-from lazy_device import counted
 from torch import nn
 
 import xla_amp
 from xla_amp import GradScaler, syncfree
+from xla_amp.testing import counts as counted
 
 OPTIONS = {
     "ASGD": {},

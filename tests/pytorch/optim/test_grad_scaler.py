@@ -8,12 +8,12 @@ import warnings
 
 import pytest
 import torch
-from lazy_device import counted
 from torch import nn
 
 import xla_amp
 from xla_amp import GradScaler, syncfree
 from xla_amp.errors import SkipLimitError
+from xla_amp.testing import counts as counted
 
 INF = float("inf")
 
