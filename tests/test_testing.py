@@ -28,7 +28,6 @@ def test_a_block_that_raises_is_counted():
     x, inside = torch.ones(7).to(xla_amp.xla_device()), counts()
     seen = inside.__enter__()
     assert x.cos().sum().item() > 0
-    with pytest.raises(ZeroDivisionError):
-        inside.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+    assert not inside.__exit__(ZeroDivisionError, ZeroDivisionError(), None)  # the exception goes on
     x.sin().sum().item()
     assert (seen.executions, seen.host_syncs) == (1, 1)
