@@ -15,8 +15,7 @@ import pytest
 import report_pages
 from jax import export
 
-from xla_amp.common import tables
-from xla_amp.report import terminal, units
+from xla_amp.report import terminal
 from xla_amp.stablehlo import io, ir
 from xla_amp.tools.inspect import inspection, targets
 
@@ -303,28 +302,3 @@ def test_as_a_program(folder):
     assert told.returncode == 0
     assert "Contractions:" in told.stdout
     assert "Traceback" not in told.stderr
-
-
-def test_a_terminal_gets_colours_and_a_pipe_does_not(monkeypatch):
-    columns, lines = ("name", "count"), [("a", "1"), ("bb", "22")]
-    assert (
-        tables.for_terminal(columns, lines, numeric=("count",)) == "name  count\n----  -----\na         1\nbb       22"
-    )
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    shown = tables.for_terminal(columns, lines)
-    assert "bb" in shown
-    assert "┃" in shown or "│" in shown
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB"), (None, "unknown")]
-)
-def test_sizes(number, text):
-    assert units.size(number) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(2.0, "2 s"), (0.0123, "12.3 ms"), (8.9e-6, "8.9 us"), (5e-9, "5 ns"), (None, "unknown")]
-)
-def test_times(seconds, text):
-    assert units.time(seconds) == text

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
+from xla_amp.common import units
 from xla_amp.common.events import DecisionRecord
-from xla_amp.report import units
 
 Shape: TypeAlias = tuple[int, ...]
 

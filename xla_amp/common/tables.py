@@ -1,13 +1,128 @@
-"""Format tables for the terminal, with or without rich."""
+"""`Table`: rows as text that fits the terminal, with rich where it is installed, and as HTML."""
 
 from __future__ import annotations
 
+import dataclasses
+import html
 import importlib.util
 import io
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Final, TypeAlias
+
+from xla_amp.errors import printable
+
+Cell: TypeAlias = str | int | float | None
+"""None is an empty cell."""
+
+MOST_ROWS: Final = 40
+"""Rows that `Table.text` shows; a page has all."""
+_ENDS: Final = frozenset({"layer", "module", "parameter", "where"})
+"""Columns whose cells say most at their end: they are cut at the left."""
+_KEPT: Final = "where"
+"""The column that no terminal is too narrow for."""
+_SHORTEST: Final = 10
+"""Characters that a cut cell keeps; `_KEPT` keeps twice as many."""
+
+
+def terminal_width() -> int:
+    """Characters of a line: ``COLUMNS``, or the terminal's; 120 where there is neither."""
+    return shutil.get_terminal_size((120, 40)).columns
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """Columns and rows; columns whose cells are all empty are left out wherever it is shown.
+
+    Example:
+        >>> print(Table(columns=("operation", "count"), rows=[("mm", 1200), ("exp", 3)]).text(80))
+        operation  count
+        ---------  -----
+        mm         1,200
+        exp            3
+    """
+
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[Cell]]
+    right: Collection[str] = ()
+    """Columns of text that are aligned to the right, such as ``1.5 MiB``; columns of numbers always are."""
+    optional: tuple[str, ...] = ()
+    """Columns that a narrow terminal leaves out, the first of them first."""
+    more: tuple[str, ...] = ()
+    """Columns that the terminal leaves out, and that a page shows when the reader opens the row."""
+    risks: Collection[int] = ()
+    """Indices of rows that a page shows in red."""
+    note: str = ""
+    """A line under the table."""
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"a table of {len(self.columns)} columns, and a row of {len(row)} cells: {row}")
+
+    def text(self, width: int | None = None, most: int = MOST_ROWS) -> str:
+        """The first `most` rows as text of at most `width` characters a line; None: `terminal_width`."""
+        width = width or terminal_width()
+        draws = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+        names, rows = self._fitted(width, most, draws)
+        shown = _drawn(names, rows, self.numeric, width) if draws else plain(names, rows, numeric=self.numeric)
+        parts = [shown] if rows else []
+        left_out = len(self.rows) - len(rows)
+        parts += [f"and {left_out:,} more rows"] if left_out else []
+        return "\n".join([*parts, printable(self.note)] if self.note else parts)
+
+    @property
+    def numeric(self) -> tuple[str, ...]:
+        """Columns that are aligned to the right."""
+        numbers = [not any(isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
+        return tuple(n for n, number in zip(self.columns, numbers, strict=True) if number or n in self.right)
+
+    def shown(self, names: Iterable[str] | None = None) -> tuple[tuple[str, ...], list[list[str]]]:
+        """The columns of `names` that are not empty, and their cells as text; None: all but `more`."""
+        wanted = set(self.columns).difference(self.more) if names is None else set(names)
+        places = [i for i, name in enumerate(self.columns) if name in wanted]
+        places = [i for i in places if any(row[i] not in (None, "") for row in self.rows)]
+        return tuple(self.columns[i] for i in places), [[_text(row[i]) for i in places] for row in self.rows]
+
+    def _fitted(self, width: int, most: int, draws: bool) -> tuple[tuple[str, ...], list[list[str]]]:
+        """Columns and cells that fit, without the columns for which there is no room."""
+        names, _ = self.shown()
+        rest = [name for name in reversed(names[1:]) if name != _KEPT and name not in self.optional]
+        for left_out in ("", *self.optional, *rest):
+            names = tuple(name for name in names if name != left_out)
+            rows = self.shown(names)[1][:most]
+            widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+            least = [
+                size if name in self.numeric else min(size, max(len(name), _SHORTEST * (1 + (name == _KEPT))))
+                for size, name in zip(widths, names, strict=True)
+            ]
+            room = width - (3 * len(names) + 1 if draws else 2 * (len(names) - 1))
+            if sum(least) <= room:
+                break
+        while sum(widths) > room and widths != least:
+            widest = max(range(len(widths)), key=lambda i: (widths[i] > least[i], widths[i]))
+            widths[widest] -= 1
+        return names, [[_cut(c, w, n) for c, w, n in zip(row, widths, names, strict=True)] for row in rows]
+
+    def _repr_html_(self) -> str:
+        """A table of HTML, for notebooks."""
+        names, rows = self.shown(self.columns)
+        lines = ["".join(f"<th>{html.escape(name)}</th>" for name in names)]
+        lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _text(cell: Cell) -> str:
+    if cell is None or isinstance(cell, str):
+        return printable(cell or "").replace("\n", " ").strip()
+    return f"{cell:,}" if isinstance(cell, int) else f"{cell:.4g}"
+
+
+def _cut(cell: str, width: int, name: str) -> str:
+    if len(cell) <= width:
+        return cell
+    return "…" + cell[len(cell) - width + 1 :] if name in _ENDS else cell[: width - 1] + "…"
 
 
 def plain(columns: Sequence[str], lines: Iterable[Sequence[str]], *, numeric: Collection[str] = ()) -> str:
@@ -25,38 +140,18 @@ def plain(columns: Sequence[str], lines: Iterable[Sequence[str]], *, numeric: Co
     return "\n".join([padded[0], "  ".join("-" * width for width in widths), *padded[1:]])
 
 
-def rich(columns: Sequence[str], lines: Iterable[Sequence[str]], *, numeric: Collection[str] = ()) -> Any:
-    """A `rich.table.Table`.
-
-    Raises:
-        ImportError: rich is not installed.
-    """
-    from rich.table import Table
+def _drawn(columns: Sequence[str], lines: Iterable[Sequence[str]], numeric: Collection[str], width: int) -> str:
+    """The table as rich draws it."""
+    from rich.console import Console
+    from rich.table import Table as Drawn
     from rich.text import Text
 
-    table = Table()
+    drawn = Drawn()
     for name in columns:
-        table.add_column(name, justify="right" if name in numeric else "left", overflow="fold")
+        drawn.add_column(name, justify="right" if name in numeric else "left", overflow="fold")
     for line in lines:
-        table.add_row(*map(Text, line))
-    return table
-
-
-def has_rich() -> bool:
-    """Whether rich is installed."""
-    return importlib.util.find_spec("rich") is not None
-
-
-def for_terminal(columns: Sequence[str], lines: Iterable[Sequence[str]], *, numeric: Collection[str] = ()) -> str:
-    """`rich` if standard output is a terminal and rich is installed, otherwise `plain`, without escape codes."""
-    lines = list(lines)
-    if not sys.stdout.isatty():
-        return plain(columns, lines, numeric=numeric)
-    try:
-        from rich.console import Console
-    except ImportError:
-        return plain(columns, lines, numeric=numeric)
-    console = Console(file=io.StringIO(), force_terminal=True, width=shutil.get_terminal_size().columns)
-    console.print(rich(columns, lines, numeric=numeric))
-    shown: str = console.file.getvalue()  # type: ignore[attr-defined]
+        drawn.add_row(*map(Text, line))
+    console: Any = Console(file=io.StringIO(), force_terminal=True, width=width)
+    console.print(drawn)
+    shown: str = console.file.getvalue()
     return shown.rstrip("\n")

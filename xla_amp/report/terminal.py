@@ -89,8 +89,8 @@ def _largest(rows: list[list[Cell]], columns: Sequence[Column], most: int) -> li
 
 
 def _borders(columns: int) -> int:
-    """Characters between the columns of a table as `tables.for_terminal` draws it."""
-    return 3 * columns + 1 if sys.stdout.isatty() and tables.has_rich() else 2 * (columns - 1)
+    """Characters between the columns of a table as `tables.plain` draws it."""
+    return 2 * (columns - 1)
 
 
 def _finding(finding: Finding, width: int) -> str:
@@ -123,7 +123,7 @@ def _table(table: Table, width: int, most: int) -> str:
         are = "row of integers and plumbing is" if hidden == 1 else "rows of integers and plumbing are"
         notes.append(_wrapped(f"{hidden} {are} left out", 0, width))
     names = [column.name for column in columns]
-    shown = tables.for_terminal(names, written, numeric=[column.name for column in columns if column.numeric])
+    shown = tables.plain(names, written, numeric=[column.name for column in columns if column.numeric])
     return "\n".join([f"{table.title}:", *([shown] if written else []), *notes])
 
 

@@ -1,27 +1,19 @@
-"""Numbers, dtypes and places as text."""
+"""Cells of a table as text."""
 
 from __future__ import annotations
 
 import math
-import re
-from typing import Final
 
+from xla_amp.common.units import bits as bits
+from xla_amp.common.units import error as error
+from xla_amp.common.units import flops as flops
+from xla_amp.common.units import is_floating as is_floating
+from xla_amp.common.units import is_low as is_low
+from xla_amp.common.units import shape as shape
+from xla_amp.common.units import short as short
+from xla_amp.common.units import size as size
+from xla_amp.common.units import time as time
 from xla_amp.report.document import Cell, CellKind
-
-_SHORT: Final = {
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "float32": "f32",
-    "float64": "f64",
-    "complex64": "c64",
-    "complex128": "c128",
-    "int64": "i64",
-    "int32": "i32",
-    "int16": "i16",
-    "int8": "i8",
-    "uint8": "u8",
-}
-_DIGITS = re.compile(r"\d+")
 
 
 def cell(value: Cell, kind: CellKind) -> str:
@@ -43,74 +35,3 @@ def cell(value: Cell, kind: CellKind) -> str:
     if kind == "error":
         return error(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def size(number: float | None) -> str:
-    """``1.5 MiB``."""
-    if number is None:
-        return "unknown"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(number) < 1024:
-            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"
-
-
-def flops(number: float | None) -> str:
-    """``1.5 GFLOP``, a number of floating-point operations."""
-    if number is None:
-        return "unknown"
-    for unit in ("", "k", "M", "G", "T"):
-        if abs(number) < 1000:
-            return f"{number:.3g} {unit}FLOP"
-        number /= 1000
-    return f"{number:.3g} PFLOP"
-
-
-def time(seconds: float | None) -> str:
-    """``12.3 us``."""
-    if seconds is None:
-        return "unknown"
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
-
-
-def error(number: float) -> str:
-    """``3.1e-03``, and 0 as 0."""
-    return "0" if number == 0 else f"{number:.1e}"
-
-
-def shape(sizes: tuple[int, ...]) -> str:
-    """``8x128``; ``scalar``; ``?`` for a size that is not known."""
-    return "x".join("?" if size < 0 else str(size) for size in sizes) or "scalar"
-
-
-def short(dtype: str) -> str:
-    """``bf16`` for ``bfloat16``."""
-    return _SHORT.get(dtype, dtype)
-
-
-def bits(dtype: str) -> int:
-    """Bits of one element in memory, by a dtype's name in torch, JAX or MLIR.
-
-    Example:
-        >>> bits("bfloat16"), bits("f8E4M3FN"), bits("bool"), bits("complex64"), bits("i1")
-        (16, 8, 8, 64, 8)
-    """
-    found = _DIGITS.search(dtype)
-    if found is None or dtype == "i1":
-        return 64 if dtype == "index" else 8
-    number = int(found[0])
-    return 2 * number if dtype.startswith("complex<") else number
-
-
-def is_floating(dtype: str) -> bool:
-    """Whether it is a floating-point or complex dtype, by its name in torch, JAX or MLIR."""
-    return dtype.startswith(("float", "bfloat", "complex", "bf", "f")) and dtype != "function"
-
-
-def is_low(dtype: str) -> bool:
-    """Whether it is a floating-point dtype of at most 16 bits."""
-    return is_floating(dtype) and not dtype.startswith("complex") and bits(dtype) <= 16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import threading
 import types
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.nn.modules import module as torch_module
 
 import xla_amp
 from xla_amp import policy
-from xla_amp.common import events, tables
+from xla_amp.common import events
 from xla_amp.pytorch.autocast import decision_events, kernel_registry, xla_dispatch
 from xla_amp.tools.explain.on_pytorch import ExplainReport
 
@@ -284,18 +283,6 @@ def test_json(report):
     }
     assert document["operations"][0]["before"] == ["float32", "float32"]
     assert document["operations"][3]["front"] == "jax"
-
-
-def test_rich_is_optional(report, monkeypatch):
-    console = pytest.importorskip("rich.console").Console(width=200)
-    with console.capture() as captured:
-        console.print(report)
-    assert "float32->bfloat16" in captured.get()
-    assert "tables/tpu.toml:1" in captured.get()
-    monkeypatch.setitem(sys.modules, "rich.table", None)
-    assert "mm" in str(report)
-    with pytest.raises(ImportError):
-        tables.rich(("a",), [("1",)])
 
 
 def test_without_torch_only_other_fronts_are_heard(monkeypatch):

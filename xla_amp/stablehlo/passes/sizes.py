@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from xla_amp.common import compiling, costs
-from xla_amp.report import units
+from xla_amp.common import compiling, costs, units
 from xla_amp.stablehlo import ir, surgery
 
 _PRECISION: Final = ("algorithm", "precision_config")
