@@ -1,43 +1,26 @@
 """Lowerings: what each ATen operation computes, as pure JAX functions in families.
 
-This folder imports JAX, but neither torch nor any other module of the package except `xla_amp.common.loss_scaling` and
-`xla_amp.master_weights`.
+This folder imports JAX, but neither torch nor any other module of the package except `xla_amp.common.events`,
+`xla_amp.common.loss_scaling` and `xla_amp.master_weights`.  The families are loaded when the table is first used: the
+JAX front uses the forms of contractions and attention alone.
 """
 
-# ruff: noqa: F401 (importing a family registers its lowerings)
+from typing import TYPE_CHECKING
 
-from xla_amp.lowering.attention import fused_layers, sdpa
-from xla_amp.lowering.linalg import contraction, factorization, float8, grouped
-from xla_amp.lowering.math import (
-    bits,
-    complex_numbers,
-    counting,
-    distance,
-    elementwise,
-    foreach,
-    fourier,
-    reduction,
-    segments,
-    special,
-)
-from xla_amp.lowering.nn import (
-    activation,
-    convolution,
-    ctc,
-    detection,
-    embedding_bag,
-    fractional_pooling,
-    loss,
-    normalization,
-    padding,
-    pooling,
-    quantization,
-    recurrent,
-    resampling,
-)
 from xla_amp.lowering.operand import OneHot, Permuted
-from xla_amp.lowering.registry import SUPPLIES, Lowering, find, register, table
-from xla_amp.lowering.tensor import factory, indexing, random_numbers, shape
-from xla_amp.lowering.training import amp, master_weights, optim
+from xla_amp.lowering.registry import SUPPLIES, Lowering
+
+if TYPE_CHECKING:
+    from xla_amp.lowering.registry import find, register, table
 
 __all__ = ["SUPPLIES", "Lowering", "OneHot", "Permuted", "find", "register", "table"]
+
+if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
+
+    def __getattr__(name: str) -> object:
+        if name not in ("find", "register", "table"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
+        from xla_amp.lowering import families, registry  # noqa: F401 (a new row is compared with those of the families)
+
+        globals()[name] = value = getattr(registry, name)
+        return value

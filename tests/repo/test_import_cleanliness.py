@@ -60,7 +60,18 @@ def test_a_module_may_be_the_first_to_load_torch():
 
 
 def test_lowerings_load_no_torch():
-    assert loaded("import xla_amp.lowering", ("torch", "torch_xla", "xla_amp.policy", "xla_amp.backends")) == ""
+    program = "import xla_amp.lowering; xla_amp.lowering.table()"
+    assert loaded(program, ("torch", "torch_xla", "xla_amp.policy", "xla_amp.backends")) == ""
+
+
+def test_the_jax_front_loads_no_family_of_lowerings():
+    program = """
+        import jax, numpy
+        from xla_amp.jax import autocast
+        x = jax.ShapeDtypeStruct((2, 2), numpy.float32)
+        assert "bf16" in str(jax.make_jaxpr(autocast(lambda x: x @ x, policy="tpu"))(x))
+    """
+    assert loaded(program, ("torch", "xla_amp.lowering.families", "xla_amp.lowering.math")) == ""
 
 
 def test_the_load_check_can_fail():
