@@ -147,9 +147,7 @@ def test_a_training_has_two_programs(
     """The first step of the second epoch, in which Lightning resets logged values, is the other one."""
     monkeypatch.setenv("XLA_AMP_DEBUG", "recompile")
     trainer(precision=precision, max_epochs=3).fit(Logs(5 + 2 * on_epoch, on_epoch), loader())
-    again = [
-        line for line in caplog.messages if "compiled program" in line and ("precision.py" in line or "amp.py" in line)
-    ]
+    again = [line for line in caplog.messages if "compiled program" in line and "core/optimizer.py" in line]
     assert len(again) == 1
 
 
@@ -296,7 +294,7 @@ def test_what_is_not_supported_is_refused(options: dict[str, Any], error: type[E
 def test_auto_selects_the_device_that_is_in_use() -> None:
     xla_amp.xla_device()
     assert isinstance(trainer(accelerator="auto").strategy, ours.XLAStrategy)
-    assert isinstance(lightning.Fabric().strategy, ours.FabricXLAStrategy)
+    assert lightning.Fabric().device.type == "jax"
 
 
 def test_other_accelerators_keep_lightnings_own_classes() -> None:
@@ -343,5 +341,5 @@ def test_fabric_saves_and_loads(tmp_path: Path) -> None:
 
 
 def test_every_patch_names_its_reason() -> None:
-    assert len(ours.PATCHES) == 9
+    assert len(ours.PATCHES) == 8
     assert all(patch.reason for patch in ours.PATCHES)

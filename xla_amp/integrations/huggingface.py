@@ -62,36 +62,29 @@ def _ours(device: torch.device) -> bool:
     return devices.is_xla(device.type)
 
 
-# ---- device and precision --------------------------------------------------------------------------------------------
+# ---- device, processes, precision ------------------------------------------------------------------------------------
+# Each function below replaces an attribute: `original` is what it replaces, the rest are its arguments.
 
 
-def _default_device(original: property) -> property:
-    return property(lambda self: xla_model.xla_device(), doc=original.__doc__)
+def _default_device(original: Any, self: Any) -> torch.device:
+    return xla_model.xla_device()
 
 
-def _join_processes(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _prepare_backend(self: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> Any:
-        if cpu or not base.in_processes():
-            return original(self, cpu, *args, **kwargs)
-        from accelerate.utils import DistributedType
+def _join_processes(original: Any, self: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> Any:
+    if cpu or not base.in_processes():
+        return original(self, cpu, *args, **kwargs)
+    from accelerate.utils import DistributedType
 
-        # Values on the host go through gloo.  Tensors of the device do not, in any group: they have kernels.
-        self.device = xla_model.xla_device()
-        return "gloo", DistributedType.MULTI_CPU
-
-    return _prepare_backend
+    # Values on the host go through gloo.  Tensors of the device do not, in any group: they have kernels.
+    self.device = xla_model.xla_device()
+    return "gloo", DistributedType.MULTI_CPU
 
 
-def _meet(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(original)
-    def wait_for_everyone(self: Any) -> None:
-        if _ours(self.device):
-            xla_model.rendezvous("accelerate")
-        else:
-            original(self)
-
-    return wait_for_everyone
+def _meet(original: Any, self: Any) -> None:
+    if _ours(self.device):
+        xla_model.rendezvous("accelerate")
+    else:
+        original(self)
 
 
 def _together(self: Any) -> bool:
@@ -99,111 +92,81 @@ def _together(self: Any) -> bool:
     return self.num_processes > 1 and _ours(self.device)
 
 
-def _without_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def prepare_model(self: Any, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        if evaluation_mode or not _together(self):
-            return original(self, model, device_placement, evaluation_mode)
-        model = original(self, model, device_placement, evaluation_mode=True)
-        gradients.broadcast_master_param(model)
-        return model
-
-    return prepare_model
+def _without_wrapper(
+    original: Any, self: Any, model: Any, device_placement: Any = None, evaluation_mode: bool = False
+) -> Any:
+    if evaluation_mode or not _together(self):
+        return original(self, model, device_placement, evaluation_mode)
+    model = original(self, model, device_placement, evaluation_mode=True)
+    gradients.broadcast_master_param(model)
+    return model
 
 
-def _average(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def backward(self: Any, loss: Any, **kwargs: Any) -> None:
-        original(self, loss, **kwargs)
-        if _together(self) and self.sync_gradients:
-            for prepared in self._optimizers:
-                gradients.reduce_gradients(prepared.optimizer)
-
-    return backward
+def _average(original: Any, self: Any, loss: Any, **kwargs: Any) -> None:
+    original(self, loss, **kwargs)
+    if _together(self) and self.sync_gradients:
+        for prepared in self._optimizers:
+            gradients.reduce_gradients(prepared.optimizer)
 
 
-def _end_program(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def step(self: Any, closure: Any = None) -> None:
-        original(self, closure)
-        if _together(self.accelerator_state) and self.gradient_state.sync_gradients:
-            from xla_amp.lazy.steps import step_marker
+def _end_program(original: Any, self: Any, closure: Any = None) -> None:
+    original(self, closure)
+    if _together(self.accelerator_state) and self.gradient_state.sync_gradients:
+        from xla_amp.lazy.steps import step_marker
 
-            step_marker.end_step()
-        if _read_skips and isinstance(self.scaler, GradScaler) and self.gradient_state.sync_gradients:
-            self._is_overflow = bool(self.scaler.step_was_skipped())
-
-    return step
+        step_marker.end_step()
+    if _read_skips and isinstance(self.scaler, GradScaler) and self.gradient_state.sync_gradients:
+        self._is_overflow = bool(self.scaler.step_was_skipped())
 
 
-def _trainers_device(original: Any) -> functools.cached_property[torch.device]:
-    def _setup_devices(self: Any) -> torch.device:
-        chosen: torch.device = original.func(self)
-        _apply()
-        state = self.distributed_state
-        if self.use_cpu or state is None or not _ours(state.device):
-            return chosen
-        self._n_gpu = 0
-        device: torch.device = state.device
-        return device
-
-    made = functools.cached_property(_setup_devices)
-    made.__set_name__(object, "_setup_devices")
-    return made
+def _trainers_device(original: Any, self: Any) -> torch.device:
+    chosen: torch.device = original(self)
+    _apply()
+    state = self.distributed_state
+    if self.use_cpu or state is None or not _ours(state.device):
+        return chosen
+    self._n_gpu = 0
+    device: torch.device = state.device
+    return device
 
 
-def _without_fp16(original: property) -> property:
-    def mixed_precision(self: Any) -> Any:
-        value = original.__get__(self)
-        return "no" if value == "fp16" and _hide_fp16.get() and _ours(self.device) else value
-
-    return property(mixed_precision, doc=original.__doc__)
+def _without_fp16(original: Any, self: Any) -> Any:
+    value = original(self)
+    return "no" if value == "fp16" and _hide_fp16.get() and _ours(self.device) else value
 
 
-def _construct(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        token = _hide_fp16.set(True)
-        try:
-            original(self, *args, **kwargs)
-        finally:
-            _hide_fp16.reset(token)
-        if not _ours(self.device):
-            return
-        if self.mixed_precision not in (*_LOW, "no"):
-            raise PolicyError(
-                f"mixed_precision={self.mixed_precision!r} on the XLA device: expected 'bf16', 'fp16' or 'no'; for "
-                "other rules pass policy= to xla_amp.integrations.huggingface.enable"
-            )
-        self.native_amp = self.mixed_precision in _LOW
-        if self.mixed_precision == "fp16":
-            options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
-            self.scaler = GradScaler(devices.XLA, **options)
-        self.register_save_state_pre_hook(_save_state)
-        self.register_load_state_pre_hook(_load_state)
-
-    return __init__
+def _construct(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    token = _hide_fp16.set(True)
+    try:
+        original(self, *args, **kwargs)
+    finally:
+        _hide_fp16.reset(token)
+    if not _ours(self.device):
+        return
+    if self.mixed_precision not in (*_LOW, "no"):
+        raise PolicyError(
+            f"mixed_precision={self.mixed_precision!r} on the XLA device: expected 'bf16', 'fp16' or 'no'; for "
+            "other rules pass policy= to xla_amp.integrations.huggingface.enable"
+        )
+    self.native_amp = self.mixed_precision in _LOW
+    if self.mixed_precision == "fp16":
+        options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
+        self.scaler = GradScaler(devices.XLA, **options)
+    self.register_save_state_pre_hook(_save_state)
+    self.register_load_state_pre_hook(_load_state)
 
 
-def _region(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_mixed_precision_context_manager(native_amp: bool = False, autocast_kwargs: Any = None) -> Any:
-        from accelerate.state import AcceleratorState
+def _region(original: Any, native_amp: bool = False, autocast_kwargs: Any = None) -> Any:
+    from accelerate.state import AcceleratorState
 
-        state = AcceleratorState()
-        if not (native_amp and _ours(state.device)):
-            return original(native_amp, autocast_kwargs)
-        options = {} if autocast_kwargs is None else autocast_kwargs.to_kwargs()
-        return autocast(devices.XLA, dtype=_LOW[state.mixed_precision], policy=_policy, **options)
-
-    return get_mixed_precision_context_manager
+    state = AcceleratorState()
+    if not (native_amp and _ours(state.device)):
+        return original(native_amp, autocast_kwargs)
+    options = {} if autocast_kwargs is None else autocast_kwargs.to_kwargs()
+    return autocast(devices.XLA, dtype=_LOW[state.mixed_precision], policy=_policy, **options)
 
 
-def _true(original: Callable[[], bool]) -> Callable[[], bool]:
-    return lambda: True
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
+# ---- training and evaluation -----------------------------------------------------------------------------------------
 
 
 class _NotNow:
@@ -217,106 +180,86 @@ class _NotNow:
         return False
 
 
-def _filter_on_device(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def _run_epoch(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not (self.args.logging_nan_inf_filter and _ours(self.args.device)):
-            return original(self, *args, **kwargs)
-        step = self.training_step
-
-        def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
-            loss: torch.Tensor = step(*args, **kwargs)
-            mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
-            self.args.logging_nan_inf_filter = _NotNow(self.args)
-            return torch.where(torch.isfinite(loss), loss, mean)
-
-        self.training_step = training_step
-        try:
-            original(self, *args, **kwargs)
-        finally:
-            del self.training_step
-            self.args.logging_nan_inf_filter = True
-
-    return _run_epoch
-
-
-def _end_step(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def _maybe_log_save_evaluate(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _ours(self.args.device):
-            devices.engine().step_begins()
+def _filter_on_device(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    if not (self.args.logging_nan_inf_filter and _ours(self.args.device)):
         original(self, *args, **kwargs)
+        return
+    step = self.training_step
 
-    return _maybe_log_save_evaluate
+    def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = step(*args, **kwargs)
+        mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        self.args.logging_nan_inf_filter = _NotNow(self.args)
+        return torch.where(torch.isfinite(loss), loss, mean)
+
+    self.training_step = training_step
+    try:
+        original(self, *args, **kwargs)
+    finally:
+        del self.training_step
+        self.args.logging_nan_inf_filter = True
 
 
-def _begin_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _ours(self.args.device):
-            devices.engine().sync(False)
-        return original(self, *args, **kwargs)
-
-    return prediction_step
+def _end_step(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    if _ours(self.args.device):
+        devices.engine().step_begins()
+    original(self, *args, **kwargs)
 
 
-def _log_scale(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs and _ours(self.args.device):
-            scaler = self.accelerator.scaler
+def _also_ours(original: list[Any]) -> list[Any]:
+    from transformers import TrainerCallback
+
+    class DeviceCallback(TrainerCallback):
+        """Ends the programs of an evaluation, and logs the loss scale."""
+
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if _ours(args.device):
+                devices.engine().sync(False)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
+            if "loss" not in logs or not _ours(args.device):
+                return
+            scaler = getattr(given.get("optimizer"), "scaler", None)
             if isinstance(scaler, GradScaler):
-                logs = {**logs, "loss_scale": scaler.get_scale()}
+                logs["loss_scale"] = state.log_history[-1]["loss_scale"] = scaler.get_scale()
             devices.engine().sync(False)  # zeroes the summed loss now: the next step stays the same
-        original(self, logs, *args, **kwargs)
 
-    return log
-
-
-def _keep_list(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def add(self: Any, tensors: Any) -> None:
-        waiting = self.__dict__.setdefault("_xla_amp_waiting", [])
-        found = tree_leaves(tensors)
-        if found and all(isinstance(x, torch.Tensor) and _ours(x.device) for x in found):
-            waiting.append(tensors)
-        else:
-            original(self, tensors)
-
-    return add
+    return [*original, DeviceCallback]
 
 
-def _concatenate_on_host(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def to_cpu_and_numpy(self: Any) -> None:
-        for tensors in self.__dict__.pop("_xla_amp_waiting", ()):
-            self.add(tree_map(torch.Tensor.cpu, tensors))
-        original(self)
+def _keep_list(original: Any, self: Any, tensors: Any) -> None:
+    found = tree_leaves(tensors)
+    if found and all(isinstance(x, torch.Tensor) and _ours(x.device) for x in found):
+        self.__dict__.setdefault("_xla_amp_waiting", []).append(tensors)
+    else:
+        original(self, tensors)
 
-    return to_cpu_and_numpy
+
+def _concatenate_on_host(original: Any, self: Any) -> None:
+    for tensors in self.__dict__.pop("_xla_amp_waiting", ()):
+        self.add(tree_map(torch.Tensor.cpu, tensors))
+    original(self)
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------
 
+_CACHE_CHOICES = ("cache_implementation", "past_key_values", "assistant_model", "prompt_lookup_num_tokens")
+"""Arguments of ``generate`` that choose a cache, or need one that can be cut."""
 
-def _grow_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _ours(self.device):
-            return original(self, *args, **kwargs)
-        given = args[1] if len(args) > 1 else kwargs.get("generation_config")
-        asked = (kwargs, vars(given or self.generation_config))
-        if all(not options.get(name) for options in asked for name in _CACHE_CHOICES) and all(
-            options.get("use_cache") is not False for options in asked
-        ):
-            kwargs["cache_implementation"] = "static"
-        args, kwargs = tree_map(_integers_to_host, (args, kwargs))
-        with warnings.catch_warnings(), _inputs_on_device(self):
-            warnings.filterwarnings("ignore", ".*on a device type different than your model's device", UserWarning)
-            result = original(self, *args, **kwargs)
-        return _moved(result, self.device)
 
-    return generate
+def _grow_on_host(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _ours(self.device):
+        return original(self, *args, **kwargs)
+    given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+    asked = (kwargs, vars(given or self.generation_config))
+    chosen = any(options.get(name) for options in asked for name in _CACHE_CHOICES)
+    if not chosen and all(options.get("use_cache") is not False for options in asked):
+        kwargs["cache_implementation"] = "static"
+    args, kwargs = tree_map(_integers_to_host, (args, kwargs))
+    with warnings.catch_warnings(), _inputs_on_device(self):
+        warnings.filterwarnings("ignore", ".*on a device type different than your model's device", UserWarning)
+        result = original(self, *args, **kwargs)
+    return _moved(result, self.device)
 
 
 @contextlib.contextmanager
@@ -340,17 +283,12 @@ def _moved(values: Any, device: torch.device) -> Any:
     return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, values)
 
 
-_CACHE_CHOICES = ("cache_implementation", "past_key_values", "assistant_model", "prompt_lookup_num_tokens")
-"""Arguments of ``generate`` that choose a cache, or need one that can be cut."""
-
-
 def _integers_to_host(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and _ours(value.device) and not value.is_floating_point():
-        return value.cpu()
-    return value
+    ours = isinstance(value, torch.Tensor) and _ours(value.device) and not value.is_floating_point()
+    return value.cpu() if ours else value
 
 
-# ---- lengths ---------------------------------------------------------------------------------------------------------
+# ---- lengths and checkpoints -----------------------------------------------------------------------------------------
 
 
 def _pads() -> bool:
@@ -359,233 +297,122 @@ def _pads() -> bool:
     return _pad_to_buckets and (device is None or _ours(device))
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def _random_state_file(folder: str | os.PathLike[str]) -> Path:
     rank = f"_{xla_model.get_ordinal()}" if base.in_processes() else ""
     return Path(folder) / _RANDOM_STATE.format(rank)
 
 
-def _save_random_state(folder: str | os.PathLike[str]) -> None:
+def _save_state(models: Any, weights: Any, folder: str | os.PathLike[str]) -> None:
+    # Functions of the module, because an Accelerator is pickled with its hooks.
     torch.save(xla_model.get_rng_state(), _random_state_file(folder))
 
 
-def _load_random_state(folder: str | os.PathLike[str]) -> None:
+def _load_state(models: Any, folder: str | os.PathLike[str]) -> None:
     path = _random_state_file(folder)
     if path.is_file():  # not in a checkpoint of another device
         xla_model.set_rng_state(torch.load(path, weights_only=True))
 
 
-def _save_state(models: Any, weights: Any, folder: str | os.PathLike[str]) -> None:
-    _save_random_state(folder)  # a function of the module, because an Accelerator is pickled with its hooks
+def _also_save_random_state(original: Any, self: Any, output_dir: str) -> None:
+    original(self, output_dir)
+    if _ours(self.args.device):
+        _save_state(None, None, output_dir)
 
 
-def _load_state(models: Any, folder: str | os.PathLike[str]) -> None:
-    _load_random_state(folder)
-
-
-def _also_save_random_state(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def _save_rng_state(self: Any, output_dir: str) -> None:
-        original(self, output_dir)
-        if _ours(self.args.device):
-            _save_random_state(output_dir)
-
-    return _save_rng_state
-
-
-def _also_load_random_state(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def _load_rng_state(self: Any, checkpoint: str | None) -> None:
-        original(self, checkpoint)
-        if checkpoint is not None and _ours(self.args.device):
-            _load_random_state(checkpoint)
-
-    return _load_rng_state
+def _also_load_random_state(original: Any, self: Any, checkpoint: str | None) -> None:
+    original(self, checkpoint)
+    if checkpoint is not None and _ours(self.args.device):
+        _load_state(None, checkpoint)
 
 
 # ---- patches ---------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Patch:
-    """One attribute of Accelerate or transformers that `enable` replaces."""
+    """One attribute of Accelerate or transformers that `enable` replaces.
+
+    It does what the framework does unless the device is the XLA device.
+    """
 
     module: str
     owner: str
-    """Class in the module; empty for a function of the module."""
+    """Class in the module; empty for an attribute of the module."""
     name: str
+    replace: Callable[..., Any]
+    """The new attribute, called with the old one and the arguments; of a list, the new list."""
     reason: str
-    replace: Callable[[Any], Any]
-    """Makes the new attribute from the old one."""
+    """What the framework does, and what breaks without the patch."""
 
+    def replacement(self, original: Any) -> Any:
+        """The new attribute, of the kind of the old one."""
+        if isinstance(original, list):
+            return self.replace(original)
+        if isinstance(original, property):
+            return property(functools.partial(self.replace, original.fget), doc=original.__doc__)
+        if isinstance(original, functools.cached_property):
+            made = functools.cached_property(functools.partial(self.replace, original.func))
+            made.__set_name__(object, self.name)
+            return made
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return self.replace(original, *args, **kwargs)
+
+        return replaced
+
+
+_TRAINER = ("transformers.trainer", "Trainer")
+_LENGTHS = "to the longest of a batch: each length is another program."
 
 PATCHES = (
-    Patch(
-        module="accelerate.state",
-        owner="PartialState",
-        name="default_device",
-        reason="Asks a fixed list of devices. ACCELERATE_TORCH_DEVICE would win over cpu=True.",
-        replace=_default_device,
-    ),
-    Patch(
-        module="accelerate.state",
-        owner="PartialState",
-        name="_prepare_backend",
-        reason="Knows processes by a fixed list of devices.",
-        replace=_join_processes,
-    ),
-    Patch(
-        module="accelerate.state",
-        owner="PartialState",
-        name="wait_for_everyone",
-        reason="Asks torch.distributed for a barrier on the device whose index is the process's.",
-        replace=_meet,
-    ),
-    Patch(
-        module="accelerate.accelerator",
-        owner="Accelerator",
-        name="prepare_model",
-        reason="Wraps models in DistributedDataParallel, which looks for unused parameters in pinned memory.",
-        replace=_without_wrapper,
-    ),
-    Patch(
-        module="accelerate.accelerator",
-        owner="Accelerator",
-        name="backward",
-        reason="Gradients are averaged in the step's executable, when they have been accumulated.",
-        replace=_average,
-    ),
-    Patch(
-        module="accelerate.optimizer",
-        owner="AcceleratedOptimizer",
-        name="step",
-        reason="What one process reads after a step would make the next a program that the others do not have. Whether "
-        "a step was skipped is known on the device only.",
-        replace=_end_program,
-    ),
-    Patch(
-        module="accelerate.state",
-        owner="AcceleratorState",
-        name="mixed_precision",
-        reason="Accelerator.__init__ compares the device with a fixed list when it reads 'fp16' here.",
-        replace=_without_fp16,
-    ),
-    Patch(
-        module="accelerate.accelerator",
-        owner="Accelerator",
-        name="__init__",
-        reason="Makes torch's GradScaler for CUDA; the device's random state is no part of a checkpoint.",
-        replace=_construct,
-    ),
-    Patch(
-        module="accelerate.accelerator",
-        owner="",
-        name="get_mixed_precision_context_manager",
-        reason="Opens torch.autocast, which takes no policy.",
-        replace=_region,
-    ),
-    Patch(
-        module="transformers.training_args",
-        owner="TrainingArguments",
-        name="_setup_devices",
-        reason="Asks a fixed list of devices, not Accelerate.",
-        replace=_trainers_device,
-    ),
-    Patch(
-        module="transformers.training_args",
-        owner="",
-        name="is_torch_bf16_gpu_available",
-        reason="bf16=True is refused for devices that are not in a fixed list.",
-        replace=_true,
-    ),
-    Patch(
-        module="transformers.trainer",
-        owner="Trainer",
-        name="_run_epoch",
-        reason="logging_nan_inf_filter reads each loss on the host; transformers#13896 spares torch_xla alone.",
-        replace=_filter_on_device,
-    ),
-    Patch(
-        module="transformers.trainer",
-        owner="Trainer",
-        name="_maybe_log_save_evaluate",
-        reason="What is logged, and the next batch's count of labels, would make the step another program.",
-        replace=_end_step,
-    ),
-    Patch(
-        module="transformers.trainer",
-        owner="Trainer",
-        name="prediction_step",
-        reason="Batches of an evaluation would become a program of several, for each sequence of their lengths.",
-        replace=_begin_batch,
-    ),
-    Patch(
-        module="transformers.trainer",
-        owner="Trainer",
-        name="log",
-        reason="The loss scale is not logged; callbacks see the values after they were stored.",
-        replace=_log_scale,
-    ),
-    Patch(
-        module="transformers.trainer",
-        owner="Trainer",
-        name="_save_rng_state",
-        reason="Saves the random states of a fixed list of devices.",
-        replace=_also_save_random_state,
-    ),
-    Patch(
-        module="transformers.trainer",
-        owner="Trainer",
-        name="_load_rng_state",
-        reason="Loads the random states of a fixed list of devices.",
-        replace=_also_load_random_state,
-    ),
-    Patch(
-        module="transformers.generation.utils",
-        owner="GenerationMixin",
-        name="generate",
-        reason="Token ids on the device, and the default cache, grow by a token: another shape, another program.",
-        replace=_grow_on_host,
-    ),
-    Patch(
-        module="transformers.trainer_pt_utils",
-        owner="EvalLoopContainer",
-        name="add",
-        reason="Concatenates all batches so far in each step of an evaluation: another shape, another program.",
-        replace=_keep_list,
-    ),
-    Patch(
-        module="transformers.trainer_pt_utils",
-        owner="EvalLoopContainer",
-        name="to_cpu_and_numpy",
-        reason="Concatenates what `add` kept, on the host.",
-        replace=_concatenate_on_host,
-    ),
-    Patch(
-        module="transformers.tokenization_utils_base",
-        owner="PreTrainedTokenizerBase",
-        name="pad",
-        reason="Pads examples to the longest of a batch: each length is another program.",
-        replace=functools.partial(huggingface_padding.pad_examples, _pads),
-    ),
-    Patch(
-        module="transformers.tokenization_utils_tokenizers",
-        owner="TokenizersBackend",
-        name="_encode_plus",
-        reason="Pads texts to the longest of a batch: each length is another program.",
-        replace=functools.partial(huggingface_padding.encode_texts, _pads),
-    ),
-    Patch(
-        module="transformers.data.data_collator",
-        owner="DataCollatorForSeq2Seq",
-        name="__call__",
-        reason="Pads labels to the longest of a batch: each length is another program.",
-        replace=functools.partial(huggingface_padding.pad_labels, _pads),
-    ),
-)
-"""Each does what the framework does unless the device is the XLA device."""
+    Patch("accelerate.state", "PartialState", "default_device", _default_device,
+          "Asks a fixed list of devices: training is on the CPU. ACCELERATE_TORCH_DEVICE would win over cpu=True."),
+    Patch("accelerate.state", "PartialState", "_prepare_backend", _join_processes,
+          "Knows processes by a fixed list of devices: each would train alone."),
+    Patch("accelerate.state", "PartialState", "wait_for_everyone", _meet,
+          "Asks torch.distributed for a barrier on the device whose index is the process's."),
+    Patch("accelerate.state", "AcceleratorState", "mixed_precision", _without_fp16,
+          "Accelerator.__init__ compares the device with a fixed list when it reads 'fp16' here, and raises."),
+    Patch("accelerate.accelerator", "Accelerator", "__init__", _construct,
+          "Makes torch's GradScaler for CUDA; the device's random state is no part of a checkpoint."),
+    Patch("accelerate.accelerator", "Accelerator", "prepare_model", _without_wrapper,
+          "Wraps models in DistributedDataParallel, which looks for unused parameters in pinned memory."),
+    Patch("accelerate.accelerator", "Accelerator", "backward", _average,
+          "Gradients are averaged in the step's executable, when they have been accumulated."),
+    Patch("accelerate.optimizer", "AcceleratedOptimizer", "step", _end_program,
+          "What one process reads after a step would make the next a program that the others do not have. Whether a "
+          "step was skipped is known on the device only."),
+    Patch("accelerate.accelerator", "", "get_mixed_precision_context_manager", _region,
+          "Opens torch.autocast, which takes no policy."),
+    Patch("transformers.training_args", "TrainingArguments", "_setup_devices", _trainers_device,
+          "Asks a fixed list of devices, not Accelerate: training is on the CPU."),
+    Patch("transformers.training_args", "", "is_torch_bf16_gpu_available", lambda original: True,
+          "bf16=True is refused for devices that are not in a fixed list."),
+    Patch(*_TRAINER, "_run_epoch", _filter_on_device,
+          "logging_nan_inf_filter reads each loss: a wait a step; transformers#13896 spares torch_xla alone."),
+    Patch(*_TRAINER, "_maybe_log_save_evaluate", _end_step,
+          "What is logged, and the next batch's count of labels, would make the step another program."),
+    Patch("transformers.trainer", "", "DEFAULT_CALLBACKS", _also_ours,
+          "Several batches of an evaluation would become one program, for each sequence of lengths; no loss scale is "
+          "logged."),
+    Patch(*_TRAINER, "_save_rng_state", _also_save_random_state,
+          "Saves the random states of a fixed list of devices: dropout differs after resuming."),
+    Patch(*_TRAINER, "_load_rng_state", _also_load_random_state,
+          "Loads the random states of a fixed list of devices."),
+    Patch("transformers.generation.utils", "GenerationMixin", "generate", _grow_on_host,
+          "Token ids on the device, and the default cache, grow by a token: another shape, another program."),
+    Patch("transformers.trainer_pt_utils", "EvalLoopContainer", "add", _keep_list,
+          "Concatenates all batches so far in each step of an evaluation: another shape, another program."),
+    Patch("transformers.trainer_pt_utils", "EvalLoopContainer", "to_cpu_and_numpy", _concatenate_on_host,
+          "Concatenates what `add` kept, on the host."),
+    Patch("transformers.tokenization_utils_base", "PreTrainedTokenizerBase", "pad",
+          functools.partial(huggingface_padding.pad_examples, _pads), f"Pads examples {_LENGTHS}"),
+    Patch("transformers.tokenization_utils_tokenizers", "TokenizersBackend", "_encode_plus",
+          functools.partial(huggingface_padding.encode_texts, _pads), f"Pads texts {_LENGTHS}"),
+    Patch("transformers.data.data_collator", "DataCollatorForSeq2Seq", "__call__",
+          functools.partial(huggingface_padding.pad_labels, _pads), f"Pads labels {_LENGTHS}"),
+)  # fmt: skip
 
 _installed: dict[Patch, Any] = {}
 """Patch -> the attribute that it replaced."""
@@ -600,7 +427,7 @@ def _apply() -> None:
         if owner is None or patch in _installed or patch.name not in owner.__dict__:
             continue
         _installed[patch] = inspect.getattr_static(owner, patch.name)
-        setattr(owner, patch.name, patch.replace(_installed[patch]))
+        setattr(owner, patch.name, patch.replacement(_installed[patch]))
 
 
 def _require(module: ModuleType) -> None:

@@ -7,7 +7,6 @@ Padding on the left is left alone, too: it moves a text to other positions, and 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,30 +52,27 @@ def _lengths(name: str, inputs: Any) -> list[int]:
     return lengths if len(set(lengths)) > 1 else []
 
 
-def pad_examples(wanted: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+def pad_examples(
+    wanted: Callable[[], bool],
+    original: Any,
+    self: Any,
+    encoded_inputs: Any,
+    padding: Any = True,
+    max_length: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    padding_side: str | None = None,
+    return_attention_mask: bool | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """``PreTrainedTokenizerBase.pad``, which collators and tokenizers in Python call."""
-
-    @functools.wraps(original)
-    def pad(
-        self: Any,
-        encoded_inputs: Any,
-        padding: Any = True,
-        max_length: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        padding_side: str | None = None,
-        return_attention_mask: bool | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        chosen = pad_to_multiple_of is not None or not _longest(padding)
-        if not chosen and wanted() and _may_grow(self, padding_side, return_attention_mask):
-            lengths = _lengths(self.model_input_names[0], encoded_inputs)
-            if lengths:
-                pad_to_multiple_of = bucket(max(lengths), max_length, self.model_max_length)
-        options = (padding, max_length, pad_to_multiple_of, padding_side, return_attention_mask)
-        return original(self, encoded_inputs, *options, *args, **kwargs)
-
-    return pad
+    chosen = pad_to_multiple_of is not None or not _longest(padding)
+    if not chosen and wanted() and _may_grow(self, padding_side, return_attention_mask):
+        lengths = _lengths(self.model_input_names[0], encoded_inputs)
+        if lengths:
+            pad_to_multiple_of = bucket(max(lengths), max_length, self.model_max_length)
+    options = (padding, max_length, pad_to_multiple_of, padding_side, return_attention_mask)
+    return original(self, encoded_inputs, *options, *args, **kwargs)
 
 
 _OF_TOKENS = {
@@ -90,31 +86,26 @@ _OF_TOKENS = {
 """Entry of encoded texts -> the attribute of an encoding in Rust that it is made of."""
 
 
-def encode_texts(wanted: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+def encode_texts(wanted: Callable[[], bool], original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """``TokenizersBackend._encode_plus``, which pads in Rust."""
-
-    @functools.wraps(original)
-    def _encode_plus(self: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = kwargs.get("pad_to_multiple_of") is not None or not _longest(kwargs.get("padding_strategy"))
-        may_grow = _may_grow(self, kwargs.get("padding_side"), kwargs.get("return_attention_mask"))
-        if chosen or not wanted() or not may_grow or not _are_texts(kwargs):
-            return original(self, *args, **kwargs)
-        tensors = kwargs.pop("return_tensors", None)
-        found = original(self, *args, **{**kwargs, "padding_strategy": "do_not_pad"})
-        rows = found.encodings
-        if rows is None:  # a chat, which `pad` pads
-            return original(self, *args, **kwargs, return_tensors=tensors)
-        lengths = [len(row.ids) for row in rows]
-        if len(set(lengths)) > 1:
-            size = bucket(max(lengths), kwargs.get("max_length"), self.model_max_length)
-            for row in rows:
-                row.pad(size, pad_id=self.pad_token_id, pad_type_id=self.pad_token_type_id, pad_token=self.pad_token)
-            for name in found.keys() & _OF_TOKENS:
-                values = [getattr(row, _OF_TOKENS[name]) for row in rows]
-                found[name] = [len(x) for x in values] if name == "length" else values
-        return found.convert_to_tensors(tensors)
-
-    return _encode_plus
+    chosen = kwargs.get("pad_to_multiple_of") is not None or not _longest(kwargs.get("padding_strategy"))
+    may_grow = _may_grow(self, kwargs.get("padding_side"), kwargs.get("return_attention_mask"))
+    if chosen or not wanted() or not may_grow or not _are_texts(kwargs):
+        return original(self, *args, **kwargs)
+    tensors = kwargs.pop("return_tensors", None)
+    found = original(self, *args, **{**kwargs, "padding_strategy": "do_not_pad"})
+    rows = found.encodings
+    if rows is None:  # a chat, which `pad` pads
+        return original(self, *args, **kwargs, return_tensors=tensors)
+    lengths = [len(row.ids) for row in rows]
+    if len(set(lengths)) > 1:
+        size = bucket(max(lengths), kwargs.get("max_length"), self.model_max_length)
+        for row in rows:
+            row.pad(size, pad_id=self.pad_token_id, pad_type_id=self.pad_token_type_id, pad_token=self.pad_token)
+        for name in found.keys() & _OF_TOKENS:
+            values = [getattr(row, _OF_TOKENS[name]) for row in rows]
+            found[name] = [len(x) for x in values] if name == "length" else values
+    return found.convert_to_tensors(tensors)
 
 
 def _are_texts(given: Mapping[str, Any]) -> bool:
@@ -125,21 +116,16 @@ def _are_texts(given: Mapping[str, Any]) -> bool:
     return not given.get("is_split_into_words") or isinstance(texts[0], list | tuple)
 
 
-def pad_labels(wanted: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+def pad_labels(wanted: Callable[[], bool], original: Any, self: Any, features: Any, return_tensors: Any = None) -> Any:
     """``DataCollatorForSeq2Seq.__call__``, which pads labels to their own longest row."""
-
-    @functools.wraps(original)
-    def __call__(self: Any, features: Any, return_tensors: Any = None) -> Any:
-        name = "label" if "label" in features[0] else "labels"
-        chosen = self.pad_to_multiple_of is not None or not _longest(self.padding)
-        labels = [row.get(name) for row in features]
-        if chosen or not wanted() or any(x is None for x in labels) or self.tokenizer.padding_side != "right":
-            return original(self, features, return_tensors)
-        room = bucket(max(len(x) for x in labels), self.max_length, self.tokenizer.model_max_length)
-        padded = [_extended(row, room, self.label_pad_token_id) for row in labels]
-        return original(self, [{**row, name: x} for row, x in zip(features, padded, strict=True)], return_tensors)
-
-    return __call__
+    name = "label" if "label" in features[0] else "labels"
+    chosen = self.pad_to_multiple_of is not None or not _longest(self.padding)
+    labels = [row.get(name) for row in features]
+    if chosen or not wanted() or any(x is None for x in labels) or self.tokenizer.padding_side != "right":
+        return original(self, features, return_tensors)
+    room = bucket(max(len(x) for x in labels), self.max_length, self.tokenizer.model_max_length)
+    padded = [_extended(row, room, self.label_pad_token_id) for row in labels]
+    return original(self, [{**row, name: x} for row, x in zip(features, padded, strict=True)], return_tensors)
 
 
 def _extended(row: Any, length: int, value: int) -> Any:

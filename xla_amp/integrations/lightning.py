@@ -40,14 +40,14 @@ try:
     from lightning.fabric.plugins.precision import Precision as FabricPrecision
     from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParallel
-    from lightning.fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDevice
+    from lightning.fabric.strategies.single_device import SingleDeviceStrategy
     from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-    from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
+    from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
     from lightning.pytorch.trainer.connectors import accelerator_connector
     from lightning.pytorch.trainer.connectors.logger_connector import logger_connector, result
 except ImportError as error:
@@ -56,6 +56,7 @@ except ImportError as error:
     ) from error
 
 from xla_amp.backends import base, devices
+from xla_amp.common import renamed
 from xla_amp.errors import DeviceError, PolicyError
 from xla_amp.policy import Policy
 from xla_amp.pytorch.autocast.autocast import autocast
@@ -69,18 +70,8 @@ from xla_amp.tools.monitor.on_pytorch.running_step import MonitoredStep
 NAME = "xla_amp"
 """Name of the accelerator and of the strategy."""
 
-NAME_OF_PROCESSES = "xla_amp_processes"
-"""Name of the strategy for several processes."""
-
 _LOW: Mapping[str, torch.dtype] = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Mixed precision -> its low dtype."""
-
-
-def _region(precision: str, policy: Policy | str | Path | None) -> autocast:
-    """A region for one forward pass; without mixed precision it still marks where a step begins."""
-    if precision in _LOW:
-        return autocast(devices.XLA, dtype=_LOW[precision], policy=policy)
-    return autocast(devices.XLA, enabled=False)
 
 
 class XLAAccelerator(Accelerator):
@@ -149,16 +140,8 @@ class XLACheckpointIO(TorchCheckpointIO):
         super().save_checkpoint(on_host, path, storage_options)
 
 
-class XLAPrecision(Precision):
-    """Float32 on the XLA device: the plugin for ``precision="32-true"``."""
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Marks where a step begins."""
-        return _region("32-true", None)
-
-
 class _ByPolicy:
-    """What the plugins of Lightning and of Fabric for mixed precision share; beside a base class of theirs."""
+    """What the mixed precisions of Lightning and of Fabric share; before a base class of theirs."""
 
     precision: Any  # Lightning and Fabric declare it with types of their own
 
@@ -173,11 +156,12 @@ class _ByPolicy:
         super().__init__(precision, devices.XLA, scaler)  # type: ignore[call-arg]
         self.policy = policy
 
-    def _region(self) -> autocast:
-        return _region(self.precision, self.policy)
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """A region of `xla_amp.autocast`."""
+        return autocast(devices.XLA, dtype=_LOW[self.precision], policy=self.policy)
 
 
-class XLAMixedPrecision(_ByPolicy, MixedPrecision):
+class XLAMixedPrecision(_ByPolicy, MixedPrecision):  # type: ignore[misc]
     """Lightning's mixed precision by a policy of xla_amp.
 
     Args:
@@ -193,9 +177,11 @@ class XLAMixedPrecision(_ByPolicy, MixedPrecision):
         Trainer(accelerator="xla_amp", plugins=XLAMixedPrecision("bf16-mixed", policy="my_rules.toml"))
     """
 
-    def autocast_context_manager(self) -> Any:
-        """A region of `xla_amp.autocast`."""
-        return self._region()
+    autocast_context_manager = _ByPolicy.forward_context  # type: ignore[assignment]
+
+
+class FabricXLAMixedPrecision(_ByPolicy, FabricMixed):
+    """`XLAMixedPrecision` for Fabric, with the same arguments."""
 
 
 class LossScaleMonitor(Callback):
@@ -275,61 +261,12 @@ class MonitorCallback(Callback):
             self.monitor.close()
 
 
-class FabricXLAPrecision(FabricPrecision):
-    """`XLAPrecision` for Fabric."""
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Marks where a step begins."""
-        return _region("32-true", None)
-
-
-class FabricXLAMixedPrecision(_ByPolicy, FabricMixed):
-    """`XLAMixedPrecision` for Fabric, with the same arguments."""
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """A region of `xla_amp.autocast`."""
-        return self._region()
-
-
-class _Evaluates:
-    """What `Trainer`'s strategies share; before a base class of theirs."""
-
-    lightning_module: Any
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves a batch, which outside training begins a program: an evaluation has one for each shape."""
-        if not self.lightning_module.trainer.training:
-            devices.engine().sync(False)
-        return super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
-
-
-class XLAStrategy(_Evaluates, SingleDeviceStrategy):
-    """One process that trains on the XLA device."""
-
-    strategy_name = NAME
-
-    def __init__(self, checkpoint_io: Any = None, precision_plugin: Precision | None = None) -> None:
-        super().__init__(xla_device(), None, checkpoint_io or XLACheckpointIO(), precision_plugin)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begins a program with an epoch: what was recorded before, to log it, is no part of the first step."""
-        if batch_idx == 0:
-            devices.engine().sync()
-
-
-class FabricXLAStrategy(FabricSingleDevice):
-    """`XLAStrategy` for Fabric."""
-
-    def __init__(self, checkpoint_io: Any = None, precision: FabricPrecision | None = None) -> None:
-        super().__init__(xla_device(), None, checkpoint_io or XLACheckpointIO(), precision)
-
-
 _OPERATIONS = {"mean": "sum", "avg": "sum", "sum": "sum", "min": "min", "max": "max", "product": "mul"}
 """Lightning's names of reductions, and torch.distributed's -> ours."""
 
 
-class _Together:
-    """What the strategies of Lightning and of Fabric for several processes share; before a base class of theirs.
+class _OneOfSeveral:
+    """What the strategies of Lightning and of Fabric share; before a base class of theirs.
 
     Rank 0 alone shows and saves values, and reading one runs what was recorded.  A program with a collective must be
     the same on all processes, so it begins and ends where all of them are at the same place.
@@ -340,30 +277,11 @@ class _Together:
         self._device = xla_device()
         rank_zero_only.rank = xm.get_ordinal()  # type: ignore[attr-defined]
 
-    @property
-    def root_device(self) -> torch.device:
-        """This process's device."""
-        return self._device
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return xm.xrt_world_size()
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank."""
-        return xm.get_ordinal()
-
-    @property
-    def local_rank(self) -> int:
-        """This process's rank on its host."""
-        return xm.get_local_ordinal()
-
-    @property
-    def is_distributed(self) -> bool:
-        """True: samplers give each process its part."""
-        return True
+    root_device = property(lambda self: self._device, doc="This process's device.")
+    world_size = property(lambda self: xm.xrt_world_size(), doc="The number of processes.")
+    global_rank = property(lambda self: xm.get_ordinal(), doc="This process's rank.")
+    local_rank = property(lambda self: xm.get_local_ordinal(), doc="This process's rank on its host.")
+    is_distributed = property(lambda self: self.world_size > 1, doc="Whether samplers give each process its part.")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -375,7 +293,9 @@ class _Together:
         xm.rendezvous(f"lightning {name}")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object that process `src` has: of the types that `xla_model.mesh_reduce` takes."""
+        """The object that process `src` has: with several processes, of the types that `mesh_reduce` takes."""
+        if self.world_size == 1:
+            return obj
         return xm.mesh_reduce("lightning", obj if self.global_rank == src else None, lambda parts: parts[src])
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -390,33 +310,36 @@ class _Together:
             ValueError: a group of processes, or an unknown reduction.
         """
         _no_group(group)
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
         name = str(reduce_op).rpartition(".")[2].lower()
         if name not in _OPERATIONS:
             raise ValueError(f"reduce_op={reduce_op!r}: expected one of {', '.join(_OPERATIONS)}")
-        value = tensor.detach().to(self._device)
-        devices.engine().sync()
-        reduced = xm_collectives.all_reduce(
-            _OPERATIONS[name], value, scale=1 / self.world_size if name in ("mean", "avg") else 1.0
-        )
-        devices.engine().sync()
-        return reduced
+        if self.world_size == 1 or not isinstance(tensor, torch.Tensor):
+            return tensor
+        scale = 1 / self.world_size if name in ("mean", "avg") else 1.0
+        return _apart(tensor, lambda value: xm_collectives.all_reduce(_OPERATIONS[name], value, scale=scale))
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Everybody's tensor, stacked.
+        """Everybody's tensor, stacked; with one process the tensor, as in Lightning.
 
         Raises:
             ValueError: a group of processes, or ``sync_grads=True``.
         """
         _no_group(group)
+        if self.world_size == 1:
+            return tensor
         if sync_grads:
             raise ValueError("all_gather(sync_grads=True): collectives on the XLA device have no gradient")
-        value = tensor.detach().to(self._device)
-        devices.engine().sync()
-        gathered = xm_collectives.all_gather(value.unsqueeze(0), 0)
-        devices.engine().sync()
+        gathered: torch.Tensor = _apart(tensor, lambda value: xm_collectives.all_gather(value.unsqueeze(0), 0))
         return gathered
+
+
+def _apart(tensor: torch.Tensor, collective: Callable[[torch.Tensor], Any]) -> Any:
+    """The result of a collective in a program of its own, which all processes run alike."""
+    value = tensor.detach().to(xla_device())
+    devices.engine().sync()
+    result = collective(value)
+    devices.engine().sync()
+    return result
 
 
 def _no_group(group: Any) -> None:
@@ -436,14 +359,14 @@ def _is_watched(trainer: Any) -> bool:
     )
 
 
-class XLAProcessesStrategy(_Evaluates, _Together, ParallelStrategy):
-    """One of several processes that torchrun or `xla_amp.launch` has started, with one device each.
+class XLAStrategy(_OneOfSeveral, ParallelStrategy):
+    """One process, or one of several that torchrun or `xla_amp.launch` has started, with one device each.
 
     Gradients are averaged right before they are unscaled and clipped; with manual optimization in `manual_backward`.
     Parameters begin as those of rank 0.
     """
 
-    strategy_name = NAME_OF_PROCESSES
+    strategy_name = NAME
 
     def __init__(self, checkpoint_io: Any = None, precision_plugin: Precision | None = None) -> None:
         super().__init__(checkpoint_io, precision_plugin=precision_plugin)
@@ -460,10 +383,22 @@ class XLAProcessesStrategy(_Evaluates, _Together, ParallelStrategy):
         gradients.broadcast_master_param(model)
         self._accumulates = False
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Begins a program, unless it goes on accumulating, and runs the step."""
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves a batch, which outside training begins a program: an evaluation has one for each shape."""
         module: Any = self.lightning_module
-        if not self._accumulates or _is_watched(module.trainer):
+        if not module.trainer.training:
+            devices.engine().sync(False)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Begins a program with an epoch: what was recorded before, to log it, is no part of the first step."""
+        if batch_idx == 0:
+            devices.engine().sync()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; with several processes it begins a program, unless it goes on accumulating."""
+        module: Any = self.lightning_module
+        if self.is_distributed and (not self._accumulates or _is_watched(module.trainer)):
             devices.engine().sync()
         self._accumulates = True
         return super().training_step(*args, **kwargs)
@@ -480,7 +415,11 @@ class XLAProcessesStrategy(_Evaluates, _Together, ParallelStrategy):
             gradients.average(list(module.parameters()))
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Averages the gradients after the backward pass, steps, and ends the program."""
+        """Averages the gradients after the backward pass, steps, and ends the program.
+
+        The means of an epoch would make its last step another program.  With manual optimization several optimizers of
+        one process share a program.
+        """
         module: Any = self.lightning_module
 
         def averaged() -> Any:
@@ -490,7 +429,8 @@ class XLAProcessesStrategy(_Evaluates, _Together, ParallelStrategy):
             return found
 
         result = super().optimizer_step(optimizer, averaged, model, **kwargs)
-        devices.engine().sync()
+        if self.is_distributed or module.automatic_optimization:
+            devices.engine().sync()
         self._accumulates = False
         return result
 
@@ -499,31 +439,24 @@ class XLAProcessesStrategy(_Evaluates, _Together, ParallelStrategy):
         super(ParallelStrategy, self).teardown()
 
 
-class _Accumulates:
-    """`Fabric.no_backward_sync`."""
+class FabricXLAStrategy(_OneOfSeveral, FabricParallel):
+    """`XLAStrategy` for several processes under Fabric: gradients are averaged in ``fabric.backward``."""
 
-    def __init__(self, strategy: FabricXLAProcessesStrategy) -> None:
-        self.strategy = strategy
+    def __init__(self, checkpoint_io: Any = None, precision: FabricPrecision | None = None) -> None:
+        super().__init__(checkpoint_io, precision=precision)
+        self._backward_sync_control: Any = self
+        self._averages = True
+        self._modules: list[torch.nn.Module] = []
 
     @contextlib.contextmanager
     def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> Iterator[None]:
         """Leaves gradients as they are; the first backward pass outside averages their sum."""
-        before = self.strategy.averages
-        self.strategy.averages = before and not enabled
+        before = self._averages
+        self._averages = before and not enabled
         try:
             yield
         finally:
-            self.strategy.averages = before
-
-
-class FabricXLAProcessesStrategy(_Together, FabricParallel):
-    """`XLAProcessesStrategy` for Fabric: gradients are averaged in ``fabric.backward``."""
-
-    def __init__(self, checkpoint_io: Any = None, precision: FabricPrecision | None = None) -> None:
-        super().__init__(checkpoint_io, precision=precision)
-        self._backward_sync_control: Any = _Accumulates(self)
-        self.averages = True
-        self._modules: list[torch.nn.Module] = []
+            self._averages = before
 
     def module_to_device(self, module: torch.nn.Module) -> None:
         """Moves it."""
@@ -538,7 +471,7 @@ class FabricXLAProcessesStrategy(_Together, FabricParallel):
     def backward(self, tensor: torch.Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Averages the gradients after the backward pass; those that others have averaged stay as they are."""
         super().backward(tensor, module, *args, **kwargs)
-        if self.averages:
+        if self._averages:
             found = {id(p): p for part in self._modules for p in part.parameters()}
             gradients.average(list(found.values()))
 
@@ -549,79 +482,64 @@ class FabricXLAProcessesStrategy(_Together, FabricParallel):
         return result
 
     def teardown(self) -> None:
-        """As in `XLAProcessesStrategy`."""
+        """As in `XLAStrategy`."""
         super(FabricParallel, self).teardown()
 
 
+def _fabrics_strategy() -> Any:
+    """Of one process it is Fabric's own: others demand ``fabric.launch()``."""
+    if base.in_processes():
+        return FabricXLAStrategy()
+    return SingleDeviceStrategy(xla_device(), checkpoint_io=XLACheckpointIO())
+
+
+# ---- patches ---------------------------------------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Front:
-    """The classes of Lightning or of Fabric, and the names of their connector's attributes."""
+class Patch:
+    """One attribute of Lightning that importing this module replaces.
 
-    connector: Any
-    precision_name: str
-    given_precision: str
-    strategy: Callable[[], Any]
-    of_processes: Callable[[], Any]
-    full: Callable[[], Any]
-    mixed: Callable[[Any], Any]
+    It does what Lightning does unless the accelerator, or the value, is on the XLA device.
+    """
 
-
-_TRAINER = _Front(
-    connector=accelerator_connector._AcceleratorConnector,
-    precision_name="_precision_flag",
-    given_precision="_precision_plugin_flag",
-    strategy=XLAStrategy,
-    of_processes=XLAProcessesStrategy,
-    full=XLAPrecision,
-    mixed=XLAMixedPrecision,
-)
-_FABRIC = _Front(
-    connector=connector._Connector,
-    precision_name="_precision_input",
-    given_precision="_precision_instance",
-    strategy=FabricXLAStrategy,
-    of_processes=FabricXLAProcessesStrategy,
-    full=FabricXLAPrecision,
-    mixed=FabricXLAMixedPrecision,
-)
+    owner: Any
+    name: str
+    reason: str
+    """Why, and what breaks without it."""
+    replace: Callable[[Any], Any]
+    """Makes the new attribute from the old one."""
 
 
-def _choose_strategy(front: _Front, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def choose(self: Any) -> Any:
-        if not isinstance(self.accelerator, XLAAccelerator):
-            return original(self)
-        return front.of_processes() if base.in_processes() else front.strategy()
-
-    return choose
+def _choose_strategy(strategy: Callable[[], Any], original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda self: strategy() if isinstance(self.accelerator, XLAAccelerator) else original(self)
 
 
-def _refuse_torchs_strategy(strategy: Any) -> None:
-    name = strategy if isinstance(strategy, str) else type(strategy).__name__.lower()
-    if name.startswith(("ddp", "fsdp", "deepspeed", "modelparallel", "model_parallel")):
-        raise DeviceError(
-            f"strategy={name!r} with accelerator={NAME!r}: leave strategy out; processes that torchrun or "
-            f"xla_amp.launch has started train together with the strategy {NAME_OF_PROCESSES!r}"
-        )
+def _make_precision(mixed: Callable[[Any], Any], original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    prefix = "_precision_plugin_flag", "_precision_flag"
+    given_name, name_of = prefix if mixed is XLAMixedPrecision else ("_precision_instance", "_precision_input")
 
-
-def _make_precision(front: _Front, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def make(self: Any) -> Any:
-        ours = isinstance(self.accelerator, XLAAccelerator)
-        if not ours or getattr(self, front.given_precision) is not None:
+        if not isinstance(self.accelerator, XLAAccelerator) or getattr(self, given_name) is not None:
             return original(self)
-        _refuse_torchs_strategy(self._strategy_flag)
-        name = getattr(self, front.precision_name)
-        if name not in (*_LOW, "32-true"):
-            raise PolicyError(
-                f"precision={name!r} with accelerator={NAME!r}: expected 'bf16-mixed', '16-mixed' or '32-true'; for "
-                f"other rules pass plugins={front.mixed.__name__}('bf16-mixed', policy=...)"
+        strategy = self._strategy_flag if isinstance(self._strategy_flag, str) else type(self._strategy_flag).__name__
+        if strategy.lower().startswith(("ddp", "fsdp", "deepspeed", "modelparallel", "model_parallel")):
+            raise DeviceError(
+                f"strategy={strategy!r} with accelerator={NAME!r}: leave strategy out; processes that torchrun or "
+                f"xla_amp.launch has started train together"
             )
-        return front.mixed(name) if name in _LOW else front.full()
+        precision = getattr(self, name_of)
+        if precision not in (*_LOW, "32-true"):
+            raise PolicyError(
+                f"precision={precision!r} with accelerator={NAME!r}: expected 'bf16-mixed', '16-mixed' or '32-true'; "
+                f"for other rules pass plugins={mixed.__name__}('bf16-mixed', policy=...)"
+            )
+        return mixed(precision) if precision in _LOW else original(self)
 
     return make
 
 
-def _choose_auto(front: _Front, original: Callable[[], str]) -> Callable[[], str]:
+def _choose_auto(original: Callable[[], str]) -> Callable[[], str]:
     return staticmethod(lambda: NAME if devices.engine().is_started() else original())  # both are static methods
 
 
@@ -642,80 +560,45 @@ def _read_when_shown(original: property) -> property:
     return property(progress_bar_metrics)
 
 
-def _end_step(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    def epoch_end_reached(self: Any) -> None:
-        if devices.is_xla(self.trainer.strategy.root_device.type):
-            devices.engine().sync()
-        original(self)
+_TRAINER, _FABRIC = accelerator_connector._AcceleratorConnector, connector._Connector
+_STRATEGY = "The automatic strategy of a registered accelerator is the CPU's: tensors would stay on the host."
+_PRECISION = "The name of a mixed precision gives CUDA's plugin, whose scaler and torch.autocast find no CUDA."
+_AUTO = "accelerator='auto' asks a fixed list of accelerators: it would not select the device that is in use."
 
-    return epoch_end_reached
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Patch:
-    """One attribute of Lightning that importing this module replaces."""
-
-    owner: Any
-    name: str
-    reason: str
-    replace: Callable[[Any], Any]
-    """Makes the new attribute from the old one."""
-
-
-PATCHES = (
-    *(
-        Patch(
-            owner=front.connector,
-            name=name,
-            reason=reason,
-            replace=functools.partial(replace, front),
-        )
-        for front in (_TRAINER, _FABRIC)
-        for name, replace, reason in (
-            (
-                "_choose_strategy",
-                _choose_strategy,
-                "The automatic strategy of a registered accelerator is the CPU's, whatever the accelerator is.",
-            ),
-            (
-                "_check_and_init_precision",
-                _make_precision,
-                "The name of a mixed precision gives CUDA's plugin; others can be given as objects only.",
-            ),
-            ("_choose_auto_accelerator", _choose_auto, "accelerator='auto' asks a fixed list of accelerators."),
-        )
-    ),
-    Patch(
-        owner=result,
-        name="convert_tensors_to_scalars",
-        reason="Lightning reads each value of the progress bar in each step, also when no bar shows it.",
-        replace=_keep_on_device,
-    ),
-    Patch(
-        owner=logger_connector._LoggerConnector,
-        name="progress_bar_metrics",
-        reason="The values that stay on the device are read here, when they are shown.",
-        replace=_read_when_shown,
-    ),
-    Patch(
-        owner=logger_connector._LoggerConnector,
-        name="epoch_end_reached",
-        reason="The means of an epoch, in the program of its last step, would make it another one.",
-        replace=_end_step,
-    ),
+PATCHES = tuple(
+    Patch(owner=owner, name=name, replace=replace, reason=reason)
+    for owner, name, replace, reason in (
+        (_TRAINER, "_choose_strategy", functools.partial(_choose_strategy, XLAStrategy), _STRATEGY),
+        (_FABRIC, "_choose_strategy", functools.partial(_choose_strategy, _fabrics_strategy), _STRATEGY),
+        (_TRAINER, "_check_and_init_precision", functools.partial(_make_precision, XLAMixedPrecision), _PRECISION),
+        (_FABRIC, "_check_and_init_precision", functools.partial(_make_precision, FabricXLAMixedPrecision), _PRECISION),
+        (_TRAINER, "_choose_auto_accelerator", _choose_auto, _AUTO),
+        (_FABRIC, "_choose_auto_accelerator", _choose_auto, _AUTO),
+        (
+            result,
+            "convert_tensors_to_scalars",
+            _keep_on_device,
+            "Reads each value of the progress bar in each step, also when no bar shows it: a wait a step.",
+        ),
+        (
+            logger_connector._LoggerConnector,
+            "progress_bar_metrics",
+            _read_when_shown,
+            "Without it a bar shows the tensors that the row above leaves on the device.",
+        ),
+    )
 )
-"""Each does what Lightning does unless the accelerator, or the value, is on the XLA device."""
+
+
+def __getattr__(name: str) -> Any:
+    raise renamed.missing(__name__, name, (XLAStrategy.__name__, XLAMixedPrecision.__name__))
 
 
 def _install() -> None:
     for accelerators in (AcceleratorRegistry, ACCELERATOR_REGISTRY):
         accelerators.register(NAME, XLAAccelerator, description="The XLA device of xla_amp", override=True)
-    for strategies, one, several in (
-        (StrategyRegistry, XLAStrategy, XLAProcessesStrategy),
-        (STRATEGY_REGISTRY, FabricXLAStrategy, FabricXLAProcessesStrategy),
-    ):
-        strategies.register(NAME, one, description="One process on the XLA device", override=True)
-        strategies.register(NAME_OF_PROCESSES, several, description="One of several processes", override=True)
+    for strategies, strategy in ((StrategyRegistry, XLAStrategy), (STRATEGY_REGISTRY, _fabrics_strategy)):
+        strategies.register(NAME, strategy, description="The XLA device, in one or several processes", override=True)
     for patch in PATCHES:
         setattr(patch.owner, patch.name, patch.replace(inspect.getattr_static(patch.owner, patch.name)))
 
