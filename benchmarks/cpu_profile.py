@@ -24,15 +24,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hlo_text
 import jax
 import torch
+from hlo_text import HloInstruction
 from peers import lazy
 from results import write_markdown
 from workloads import WORKLOADS
 
 from xla_amp.lazy.programs import execute
-from xla_amp.tools.inspect import hlo_text
-from xla_amp.tools.inspect.hlo_text import HloInstruction
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")

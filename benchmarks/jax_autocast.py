@@ -21,11 +21,11 @@ from unittest import mock
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import targets
 from results import interleaved, machine
 
 from xla_amp.jax import autocast
 from xla_amp.jax.higher_order import float32_regions
-from xla_amp.tools.inspect import targets
 
 
 class Block(nn.Module):
@@ -199,7 +199,7 @@ def block_on(target: str, compilers: targets.Compilers) -> None:
         "autocast(loss)": step(None, lambda f: autocast(f, policy="tpu")),
         "autocast(step)": autocast(step(None, lambda f: f), policy="tpu"),
     }
-    print(f"{targets.specification(target)['title']}, one block, width 512, 8 x 256 tokens, by XLA's cost analysis")
+    print(f"{target}, one block, width 512, 8 x 256 tokens, by XLA's cost analysis")
     base = None
     for name, function in rows.items():
         found = compilers.compile(targets.lower(function, weights, x, target=target), target)

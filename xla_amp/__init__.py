@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from xla_amp.lazy.distributed.spmd import make_mesh as make_mesh
     from xla_amp.lazy.distributed.spmd import mark_sharding as mark_sharding
     from xla_amp.lazy.interop.export import export as export
-    from xla_amp.lazy.interop.export_for import export_for as export_for
     from xla_amp.lazy.programs.compilation_cache import compilation_cache as compilation_cache
     from xla_amp.pytorch.autocast.autocast import autocast as autocast
     from xla_amp.pytorch.autocast.custom_function import custom_bwd as custom_bwd
@@ -67,7 +66,6 @@ _PUBLIC = {
     "custom_fwd": "xla_amp.pytorch.autocast.custom_function",
     "explain": "xla_amp.tools.explain.on_pytorch",
     "export": "xla_amp.lazy.interop.export",
-    "export_for": "xla_amp.lazy.interop.export_for",
     "find_overflow": "xla_amp.tools.overflow.on_pytorch",
     "full_tensor": "xla_amp.lazy.distributed.spmd",
     "global_batch": "xla_amp.lazy.distributed.spmd",

@@ -16,7 +16,7 @@ import xla_amp
 workload = Workload(name="GPT", **language(2, 8, vocabulary=64, context=8, width=32, heads=2, layers=1))
 operands = re.compile(r"dot_general .* : \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x(\w+)>\)")
 def found(low):
-    return collections.Counter(" ".join(each) for each in operands.findall(lazy(workload, "h100", low).mlir_text))
+    return collections.Counter(" ".join(each) for each in operands.findall(lazy(workload, "h100", low)))
 print(json.dumps([found(torch.bfloat16), found(None), xla_amp.metrics()["device_to_host"]]))
 """
 

@@ -7,10 +7,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+import targets
 from networks_jax import Block
 
 from xla_amp.jax import autocast
-from xla_amp.tools.inspect import targets
 
 pytestmark = pytest.mark.timeout(900)  # three compilations for TPU in one test, on a machine that may be busy
 

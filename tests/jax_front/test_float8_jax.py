@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import targets
 from float8_training import RULES as TRAINING
 from float8_training import train
 
@@ -15,7 +16,6 @@ import xla_amp
 from xla_amp.errors import PolicyError, RuleWarning, UnsupportedDtypeError
 from xla_amp.jax import autocast, compat
 from xla_amp.policy import float8
-from xla_amp.tools.inspect import targets
 
 RULES = {"matmul": "fp8"}
 E4, E5, LOW = "float8_e4m3fn", "float8_e5m2", "bfloat16"

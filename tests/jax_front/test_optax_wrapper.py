@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import targets
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_amp.errors import PolicyError
 from xla_amp.jax.loss_scale import LossScale, select, value_and_grad
 from xla_amp.jax.optax_wrapper import SkipNonfiniteState, skip_nonfinite
-from xla_amp.tools.inspect import targets
 
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),

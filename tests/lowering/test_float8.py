@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import targets
 
 from xla_amp.lowering import Permuted
 from xla_amp.lowering.linalg.float8 import FORMATS, float8_contract, quantized
-from xla_amp.tools.inspect import targets
 
 ROUNDING = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
 SMALLEST = {"e4m3": 2.0**-9, "e5m2": 2.0**-16}

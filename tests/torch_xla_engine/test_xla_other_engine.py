@@ -24,7 +24,6 @@ def double(x):
     [
         (lambda x: xla_amp.compile(double)(x), r"compile\(\) .* use torch_xla.compile there, or set XLA_AMP_ENGINE"),
         (lambda x: xla_amp.export(double, x), r"export\(\) works only on the lazy device 'jax'"),
-        (lambda x: xla_amp.export_for("h200", lambda: double), r"export_for\(\) works only on the lazy device 'jax'"),
         (lambda x: xla_amp.launch(double, 2), r"launch\(\) works .* use torch_xla.launch there"),
         (lambda x: xla_amp.make_mesh(), r"make_mesh\(\) works .* use torch_xla.distributed.spmd.Mesh there"),
         (lambda x: xla_amp.mark_sharding(x, None, ()), r"mark_sharding\(\) works .* use torch_xla.*mark_sharding"),

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import forked
 import pytest
+import targets
 from test_spmd_targets import collectives
-
-from xla_amp.tools.inspect import targets
 
 PROGRAM = Path(__file__).with_name("float8_gather_program.py")
 FRONTS = ("jax", "torch")

@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+import targets
 import torch
 from other_platform import text_for
 from torch import nn
@@ -17,7 +18,6 @@ from xla_amp import GradScaler, syncfree
 from xla_amp.lazy import private_api
 from xla_amp.lazy.programs import compile_options, execute
 from xla_amp.lowering import table
-from xla_amp.tools.inspect import targets
 
 SHAPES = [(64, 128), (128, 256), (256,), (32, 32, 8)]
 FUSED = {

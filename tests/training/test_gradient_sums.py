@@ -9,10 +9,9 @@ from pathlib import Path
 
 import forked
 import pytest
+import targets
 import torch
 from test_spmd_targets import COLLECTIVE, collectives
-
-from xla_amp.tools.inspect import targets
 
 PROGRAM = Path(__file__).with_name("gradient_sums_program.py")
 WEIGHTS = 8 * 4 * 9 + 8 + 256 * 128 + 256 + 128 * 256 + 128 + 32 * 128 + 32

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import targets
 import torch
 from other_platform import between_kernels, text_for
 from torch import nn
 
 import xla_amp
 from xla_amp.lazy.programs import execute
-from xla_amp.tools.inspect import targets
 
 SHAPE = (8, 64, 28, 28)
 

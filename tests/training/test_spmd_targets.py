@@ -10,8 +10,7 @@ from pathlib import Path
 
 import forked
 import pytest
-
-from xla_amp.tools.inspect import targets
+import targets
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]  # compilers for TPUs, on a machine that may be busy
 

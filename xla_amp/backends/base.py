@@ -138,13 +138,6 @@ class Engine(Protocol):
         Tensors that are not in the snapshot become zero there.
         """
 
-    def export_for(self, target: str, make_step: Callable[[], Callable[[], Any]]) -> Any:
-        """The program of a step as `target` would run it (`xla_amp.export_for`).
-
-        Raises:
-            EngineError: the engine cannot make one.
-        """
-
     def manual_seed(self, seed: int) -> None:
         """Seeds the device's random generator."""
 

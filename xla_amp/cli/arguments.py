@@ -59,6 +59,15 @@ def check_needs(arguments: argparse.Namespace, needs: Mapping[str, str]) -> None
             raise FileError(f"--{option.replace('_', '-')} needs --{needed.replace('_', '-')}")
 
 
+def left(parser: argparse.ArgumentParser, option: str, instead: str) -> None:
+    """An option of the release before: an error that tells what to use instead."""
+
+    def fail(given: str) -> str:
+        raise argparse.ArgumentTypeError(f"{option} is no option any more; {instead}")
+
+    parser.add_argument(option, type=fail, help=argparse.SUPPRESS)
+
+
 def function(parser: argparse.ArgumentParser) -> None:
     """``--function``."""
     parser.add_argument(

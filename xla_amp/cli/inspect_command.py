@@ -1,4 +1,4 @@
-"""Count a StableHLO program's operations, casts and bytes by dtype; estimate its cost on absent hardware.
+"""Count a StableHLO program's operations, casts and bytes by dtype.
 
 With --overflow: run it and name the operation that makes the first inf or NaN.
 """
@@ -9,30 +9,20 @@ import argparse
 import dataclasses
 
 from xla_amp.cli import arguments as common
-from xla_amp.tools.inspect import targets
 
-HELP = "operations, contractions, casts and bytes by dtype; estimates for TPUs and GPUs; the first inf or NaN"
-
-EVERY = "all"
+HELP = "operations, contractions, casts and bytes by dtype; the first inf or NaN"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``inspect``."""
     common.program(parser, "file", "FILE")
-    one = parser.add_mutually_exclusive_group()
-    one.add_argument(
-        "--target",
-        action="append",
-        default=[],
-        choices=[*targets.names(), EVERY],
-        help="also compile for this target and print XLA's estimates; may be repeated",
-    )
-    one.add_argument(
+    parser.add_argument(
         "--overflow",
         action="store_true",
         help="instead: run the program on --inputs, operation by operation, and name the one that makes the first inf "
         "or NaN",
     )
+    common.left(parser, "--target", "benchmarks/targets.py compiles programs for absent hardware")
     common.inputs(parser)
     common.function(parser)
     common.report(parser)
@@ -42,13 +32,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser,
         {
             "xla-amp inspect step.mlir": "tables",
-            "xla-amp inspect step.mlir --target v6e --target h100 --json": "with the estimates of two compilers",
             "xla-amp inspect low.mlir --overflow --inputs samples.npz": "the operation that makes the first inf or NaN",
             "xla-amp inspect xla_dump/": "the only program of an XLA dump",
         },
         {
             0: "done; with --overflow: no operation overflows and the results are finite",
-            1: "FILE holds no program, or a target rejects it; with --overflow: one overflows, one is not finite",
+            1: "FILE holds no program; with --overflow: one overflows, one is not finite",
         },
     )
     parser.set_defaults(run=_run)
@@ -65,15 +54,13 @@ def _inspect(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.tools.inspect import inspection
 
     program = common.read(arguments.file, arguments.function)
-    chosen = targets.names() if EVERY in arguments.target else dict.fromkeys(arguments.target)
-    found = inspection.inspect(program, targets=chosen)
-    status = int(any(isinstance(each, str) for each in found.targets.values()))
+    found = inspection.inspect(program)
     document = found.document(f"{common.shown(arguments.file)}: {program.source}")
     common.write_report(arguments, document)
     if arguments.json:
         head = {"file": common.shown(arguments.file), "format": program.source}
-        return common.as_json({**head, **found.to_dict()}), status
-    return terminal.text(document), status
+        return common.as_json({**head, **found.to_dict()}), 0
+    return terminal.text(document), 0
 
 
 def _overflow(arguments: argparse.Namespace) -> tuple[str, int]:

@@ -1,7 +1,6 @@
 """The lazy torch device on JAX/PJRT: importing this starts nothing, `device()` does."""
 
 from xla_amp.lazy.distributed import processes
-from xla_amp.lazy.interop.export_for import export_for
 from xla_amp.lazy.programs.execute import sync
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.programs.pjrt import compute_capability, device_kind, platform
@@ -19,7 +18,6 @@ __all__ = [
     "compute_capability",
     "device",
     "device_kind",
-    "export_for",
     "get_rng_state",
     "is_started",
     "manual_seed",

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import targets
 import torch
 
 import xla_amp
@@ -20,7 +21,6 @@ from xla_amp.lowering import forms
 from xla_amp.lowering.attention import blocked, cudnn, flash, full_matrix, sdpa, splash, tpu_kernels
 from xla_amp.lowering.attention.attention_call import Attention
 from xla_amp.lowering.operand import Permuted
-from xla_amp.tools.inspect import targets
 
 RNG = np.random.default_rng(0)
 

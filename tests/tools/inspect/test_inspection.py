@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from xla_amp.stablehlo import io, ir
-from xla_amp.tools.inspect import inspection, targets
+from xla_amp.stablehlo import ir
+from xla_amp.tools.inspect import inspection
 
 MODULE = """
 func.func @main(%x: tensor<4x8xf32>, %w: tensor<8x8xbf16>, %n: tensor<?xi32>) -> (tensor<f32>, tensor<4x8xf32>) {
@@ -69,7 +67,6 @@ def test_as_plain_data(found):
     plain = json.loads(json.dumps(found.to_dict()))
     assert plain["contractions"][0] == {"left": "bf16", "right": "bf16", "result": "f32", "count": 1}
     assert plain["casts"][0] == {"from": "f32", "to": "bf16", "count": 1, "bytes": 64}
-    assert plain["targets"] == {}
 
 
 @pytest.mark.parametrize(
@@ -81,15 +78,3 @@ def test_bytes_of_element_types(element, size):
         f"func.func @main(%x: tensor<6x{element}>) -> tensor<6x{element}> {{ return %x : tensor<6x{element}> }}"
     )
     assert inspection.inspect(module).arguments == 6 * size
-
-
-def test_targets_are_compiled_for_and_failures_are_told():
-    program = io.read(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).as_text().encode())
-    with targets.Compilers() as compilers:
-        found = inspection.inspect(program, targets=["cpu", "nowhere"], compilers=compilers)
-    assert found.targets["cpu"].contractions() == {("float32", "float32", "float32"): 1}
-    assert found.targets["nowhere"].startswith("target 'nowhere': expected one of cpu")
-    plain = found.to_dict()["targets"]
-    assert "hlo" not in plain["cpu"]
-    assert plain["cpu"]["contractions"][0]["count"] == 1
-    assert plain["nowhere"] == {"error": found.targets["nowhere"]}

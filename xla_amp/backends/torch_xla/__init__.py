@@ -123,14 +123,6 @@ def zeros(wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
     """None: the step makes its zeros."""
 
 
-def export_for(target: str, make_step: Callable[[], Callable[[], Any]]) -> Any:
-    """Raises EngineError: torch_xla records steps for the hardware that is here."""
-    raise EngineError(
-        f"a program for {target}: torch_xla records steps for its own device only; set XLA_AMP_ENGINE=jax to use the "
-        "lazy device on JAX"
-    )
-
-
 class Read:
     """A value that is read when it is asked for: torch_xla has no transfer to the host that does not wait."""
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import torch
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -49,16 +49,12 @@ def make_mesh(axes: Mapping[str, int] | None = None, *, dcn: Mapping[str, int] |
         dcn: the part of an axis that lies on the network between hosts or TPU slices, by name: ``{"data": 2}`` splits
             ``"data"`` over two of them, and keeps all other axes on the fast interconnect.
 
-    Inside `xla_amp.export_for` the mesh has the given extents and no devices.
-
     Raises:
         DeviceError: their product is another number, or `dcn` does not fit the axes or the hosts.
         EngineError: the process uses torch_xla.
     """
     base.require_lazy("make_mesh()", "torch_xla.distributed.spmd.Mesh")
     devices.engine().device()
-    if pjrt.is_absent():
-        return _absent_mesh(axes, dcn)  # type: ignore[return-value]  # used as a mesh is, while a step is recorded
     platform = pjrt.jax_device().platform
     together = processes.world_size() > 1
     found = jax.devices(platform) if together else jax.local_devices(backend=platform)
@@ -103,23 +99,6 @@ def _parts(axes: Mapping[str, int], dcn: Mapping[str, int] | None) -> tuple[list
         )
     outer = [dcn.get(name, 1) for name in axes]
     return outer, [extent // part for extent, part in zip(axes.values(), outer, strict=True)]
-
-
-def _absent_mesh(axes: Mapping[str, int] | None, dcn: Mapping[str, int] | None) -> AbstractMesh:
-    """The mesh of a step that is exported for absent hardware: extents without devices."""
-    if not axes:
-        raise DeviceError(
-            'make_mesh() inside export_for(): no devices are here to count; give the extents, make_mesh({"data": 16})'
-        )
-    before = 1
-    for name, part, inside in zip(axes, *_parts(axes, dcn), strict=True):
-        if part > 1 and before > 1:
-            raise DeviceError(
-                f"make_mesh({dict(axes)}, dcn={dict(dcn or {})}) inside export_for(): devices are numbered along the "
-                f"last axis first, so the axis between hosts comes first; put {name!r} before the others"
-            )
-        before *= inside
-    return AbstractMesh(tuple(axes.values()), tuple(axes))
 
 
 def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> torch.Tensor:
@@ -275,8 +254,7 @@ def global_batch(batch: Any, mesh: Mesh, spec: Sequence[Axis]) -> Any:
         whole, layout = _global_shape(tuple(value.shape), mesh, spec)
         with private_api.x64():
             local = to_numpy(value.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg())
-            absent = meshes.is_absent()
-            array = meshes.put(local) if absent else jax.make_array_from_process_local_data(layout, local, whole)
+            array = jax.make_array_from_process_local_data(layout, local, whole)
         metrics.host_to_device += 1
         result = transfer.wrap(array)
         meshes.set_sharding(tensor_io.buffer_of(result), layout)
@@ -294,8 +272,6 @@ def _global_shape(local: tuple[int, ...], mesh: Mesh, spec: Sequence[Axis]) -> t
 
 def _process_parts(mesh: Mesh, spec: Sequence[Axis], rank: int) -> list[int]:
     """Over how many processes each dimension is split."""
-    if meshes.is_absent():
-        return [1] * rank
     trial = tuple(mesh.size for _ in range(rank))  # divides whatever the spec is
     layout = NamedSharding(mesh, _partition("global_batch", trial, mesh, spec))
     places = [place for place in layout.addressable_devices_indices_map(trial).values() if place is not None]

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -66,10 +66,6 @@ def flush_ends(program: XlaProgram, code: tuple[int, ...], targets: list[Buffer]
 @events.Point
 def program_ran() -> None:
     """After the results of a program were stored."""
-
-
-_instead: Callable[[XlaProgram, list[Any], np.ndarray, np.ndarray], list[Any]] | None = None
-"""Called in place of `execute`."""
 
 
 def flush(spent: tuple[int, ...] | None = None) -> None:
@@ -155,18 +151,6 @@ def clear_programs() -> None:
         program_cache.clear(_programs)
 
 
-@contextlib.contextmanager
-def instead(run: Callable[[XlaProgram, list[Any], np.ndarray, np.ndarray], list[Any]]) -> Iterator[None]:
-    """Inside, programs are handed to `run` and no device runs them; they are not counted, and forgotten at the end."""
-    global _programs, _instead
-    kept, outer = _programs, _instead
-    _programs, _instead = program_cache.new_cache(), run
-    try:
-        yield
-    finally:
-        _programs, _instead = kept, outer
-
-
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class _Flush:
     """One run of the trace: what it reads and writes, its program, and what that returned."""
@@ -235,7 +219,7 @@ def _choose(run: _Flush, spent: tuple[int, ...] | None) -> None:
         if program is None and not flush_begins.listeners and dynamic_ints.replace():
             key = dataclasses.replace(key, code=tuple(trace.code))
             program = _programs.get(key)
-    run.key, run.program, run.is_new = key, program, program is None and _instead is None
+    run.key, run.program, run.is_new = key, program, program is None
 
 
 def _key(run: _Flush, spent: tuple[int, ...]) -> Key:
@@ -258,7 +242,7 @@ def _launch(run: _Flush) -> None:
     for parameter, _, order in program.input_formats:
         run.arrays[parameter] = run.parameters[parameter].array = memory_layout.put(run.arrays[parameter], order)
     if not run.is_new:
-        run.outputs = (_instead or execute)(program, run.arrays, floats, ints)
+        run.outputs = execute(program, run.arrays, floats, ints)
         return
     try:
         run.outputs = _first_run(run, program, floats, ints)
@@ -297,9 +281,8 @@ def _commit(run: _Flush) -> None:
     key, program, arrays, outputs = run.key, run.program, run.arrays, run.outputs
     assert key is not None and program is not None  # noqa: S101, PT018  (`_launch`)
     if not run.is_new and not run.repeats:
-        _programs[key] = program  # new to the cache of `instead`
         _programs.move_to_end(key)
-    metrics.executions += _instead is None
+    metrics.executions += 1
     metrics.operations += program.operations
     flush_ends(program, key.code, run.targets)
     generator.advance(trace.draws)

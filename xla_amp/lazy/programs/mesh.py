@@ -7,14 +7,13 @@ sharding, so a training step keeps all shardings.
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xla_amp.common import events
 from xla_amp.errors import DeviceError
@@ -24,8 +23,7 @@ from xla_amp.lazy.programs import pjrt
 
 AXIS = "replica"
 """The only axis of a mesh of processes."""
-active: Mesh | AbstractMesh | None = None
-"""An abstract one has no devices: a step is exported for hardware that is absent (`absent`)."""
+active: Mesh | None = None
 replicas = False
 """Whether each process of the mesh has separate values (`xla_amp.lazy.distributed.processes`)."""
 _CERTAINTY = 1.0
@@ -43,24 +41,7 @@ def ended() -> Sequence[str]:  # type: ignore[empty-body]
     """Asks for the names of processes that have ended; a single process has no listener."""
 
 
-@contextlib.contextmanager
-def absent() -> Iterator[None]:
-    """Inside, this process has no mesh yet, and may take an abstract one; what it had comes back at the end."""
-    global active, _shardings
-    outer = active, _shardings
-    active, _shardings = None, weakref.WeakKeyDictionary()
-    try:
-        yield
-    finally:
-        active, _shardings = outer
-
-
-def is_absent() -> bool:
-    """Whether the devices of the mesh are not here: arrays stay where they are, and only their layouts are noted."""
-    return isinstance(active, AbstractMesh)
-
-
-def use(mesh: Mesh | AbstractMesh) -> None:
+def use(mesh: Mesh) -> None:
     """Makes `mesh` the mesh of this process, which has only one; processes that were replicas form one program.
 
     Raises:
@@ -72,12 +53,6 @@ def use(mesh: Mesh | AbstractMesh) -> None:
             f"this process lays its values out over {describe(active)} and cannot change to {describe(mesh)}; use one "
             "mesh with all the axes"
         )
-    if isinstance(mesh, AbstractMesh) is not pjrt.is_absent():
-        here, there = ("inside", "outside") if pjrt.is_absent() else ("outside", "inside")
-        raise DeviceError(f"the mesh {describe(mesh)} was made {there} of export_for(); make it {here} of it")
-    if isinstance(mesh, AbstractMesh):
-        active = mesh
-        return
     platform = mesh.devices.flat[0].platform
     if platform != pjrt.jax_device().platform:
         raise DeviceError(
@@ -114,14 +89,14 @@ def is_partitioned() -> bool:
     return active is not None and not replicas
 
 
-def describe(mesh: Mesh | AbstractMesh) -> str:
+def describe(mesh: Mesh) -> str:
     """``{'data': 4, 'model': 2}``."""
     return str(dict(mesh.shape))
 
 
 def spans_processes() -> bool:
     """Whether XLA partitions programs over devices of several processes: all of them must run each program."""
-    return is_partitioned() and not is_absent() and not default_placement().is_fully_addressable
+    return is_partitioned() and not default_placement().is_fully_addressable
 
 
 def put(value: np.ndarray | jax.Array) -> jax.Array:
@@ -132,8 +107,7 @@ def put(value: np.ndarray | jax.Array) -> jax.Array:
     if spans_processes():
         return spread(value, NamedSharding(active, PartitionSpec()))  # type: ignore[arg-type]
     if not replicas:
-        where = pjrt.jax_device() if is_absent() else default_placement()
-        placed: jax.Array = jax.device_put(_local(value), where)
+        placed: jax.Array = jax.device_put(_local(value), default_placement())
         return placed
     local = jax.device_put(value, pjrt.jax_device())
     return jax.make_array_from_single_device_arrays(local.shape, default_placement(), [local])
@@ -165,7 +139,7 @@ def default_placement() -> jax.Device | NamedSharding:
 def set_sharding(buffer: Buffer, sharding: NamedSharding) -> None:
     """Sets the sharding of a buffer, for its present array and later ones."""
     _shardings[buffer] = sharding
-    if isinstance(buffer.array, jax.Array) and not is_absent():
+    if isinstance(buffer.array, jax.Array):
         buffer.array = _moved(buffer.array, sharding)
 
 
@@ -184,8 +158,6 @@ def sharding_of(buffer: Buffer) -> NamedSharding | None:
 
 def move_to_mesh(buffers: Iterable[Buffer]) -> None:
     """Moves arrays from before the mesh to the mesh."""
-    if is_absent():
-        return
     devices = default_placement().device_set  # called with a mesh only
     for buffer in buffers:
         if isinstance(buffer.array, jax.Array) and buffer.array.sharding.device_set != devices:
@@ -194,9 +166,7 @@ def move_to_mesh(buffers: Iterable[Buffer]) -> None:
 
 
 def placement_of(buffer: Buffer) -> jax.sharding.Sharding:
-    """The sharding of the buffer's array; on an absent mesh, the one that it would have."""
-    if is_absent():
-        return sharding_of(buffer) or NamedSharding(active, PartitionSpec())  # type: ignore[arg-type]
+    """The sharding of the buffer's array."""
     sharding: jax.sharding.Sharding = buffer.array.sharding
     return sharding
 

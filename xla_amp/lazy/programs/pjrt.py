@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 
 import jax
 
@@ -14,8 +12,6 @@ from xla_amp.errors import DeviceError
 from xla_amp.lazy.programs import compilation_cache
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
-_absent: tuple[str, str] | None = None
-"""Platform and kind of the absent device that a step is exported for."""
 
 
 @functools.cache
@@ -64,46 +60,18 @@ def counts_memory() -> bool:
     return bool(jax_device().memory_stats())
 
 
-def platform() -> str:
-    """``"cpu"``, ``"gpu"`` or ``"tpu"``: of the device, or of the absent one that a step is exported for."""
-    return _absent[0] if _absent else _present()
-
-
-def is_absent() -> bool:
-    """Whether steps are recorded for a device that is not here (`absent`)."""
-    return _absent is not None
-
-
-def device_kind() -> str:
-    """The device by the name that its driver gives it; of an absent one the name of the target, ``"h200"``."""
-    return _absent[1] if _absent else str(jax_device().device_kind)
-
-
-def compute_capability() -> tuple[int, int] | None:
-    """Compute capability of the NVIDIA GPU, or of the absent one; None for other devices, or where it is not known."""
-    if _absent:
-        given = hardware.specification(_absent[1]).get("compute") if _absent[1] in hardware.names() else None
-        return (int(given[0]), int(given[1])) if given else None
-    return hardware.compute_capability(jax_device())
-
-
 @functools.cache
-def _present() -> str:
+def platform() -> str:
+    """``"cpu"``, ``"gpu"`` or ``"tpu"``."""
     name: str = jax_device().platform
     return _PLATFORMS.get(name, name)
 
 
-@contextlib.contextmanager
-def absent(platform: str, kind: str) -> Iterator[None]:
-    """Inside, steps are recorded for `platform`, which this machine need not have; they cannot run.
+def device_kind() -> str:
+    """The device by the name that its driver gives it."""
+    return str(jax_device().device_kind)
 
-    Args:
-        platform: as `platform`.
-        kind: as `device_kind`.
-    """
-    global _absent
-    outer, _absent = _absent, (platform, kind)
-    try:
-        yield
-    finally:
-        _absent = outer
+
+def compute_capability() -> tuple[int, int] | None:
+    """Compute capability of the NVIDIA GPU; None for other devices, or where it is not known."""
+    return hardware.compute_capability(jax_device())

@@ -10,7 +10,7 @@ import jax
 import torch
 
 from xla_amp.backends import base
-from xla_amp.errors import CaptureError, DeviceError, StepFailedError
+from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import (
@@ -370,11 +370,6 @@ def value_of(buffer: Buffer) -> jax.Array:
             failed = error  # what depends on it raises when it is read
     if type(buffer.array) is Poisoned:
         raise StepFailedError(buffer.array.reason) from failed
-    if isinstance(buffer.array, jax.ShapeDtypeStruct):
-        raise CaptureError(
-            "the step reads a value inside export_for(), which runs nothing: take .item(), print, float() and `if` on "
-            "tensors out of it"
-        )
     array: jax.Array = buffer.array
     return array
 

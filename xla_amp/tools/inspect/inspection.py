@@ -1,4 +1,4 @@
-"""Count the operations, casts and bytes of a module by dtype; estimate its cost on absent hardware.
+"""Count the operations, casts and bytes of a module by dtype.
 
     >>> inspect(module).contractions                                         # doctest: +SKIP
     {('bf16', 'bf16', 'f32'): 5}
@@ -12,11 +12,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from xla_amp import hardware
-from xla_amp.errors import DeviceError
 from xla_amp.report import operations as report_operations
 from xla_amp.report import units
 from xla_amp.report.document import Document, Edge
@@ -27,7 +25,6 @@ from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.passes.op_table import Structure, table, table_name
 from xla_amp.tools.inspect import listing, module_tables
-from xla_amp.tools.inspect.targets import CompiledModule, Compilers
 
 
 class Tally(NamedTuple):
@@ -68,8 +65,6 @@ class Inspection(Shown):
     results: int
     constants: int
     """Bytes of the constants as stored: one element for a splat."""
-    targets: Mapping[str, CompiledModule | str]
-    """Target -> the compiled module, or the compiler's error."""
     rows: tuple[Operation, ...]
     """Every operation with its layer, shapes, cost and line, for a report."""
     edges: tuple[Edge, ...]
@@ -94,14 +89,12 @@ class Inspection(Shown):
                 module_tables.by_dtype(states),
                 module_tables.casts(states),
                 module_tables.largest(self),
-                module_tables.targets(states),
             ),
             edges=self.edges,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for JSON, without the targets' HLO."""
-        targets = {name: _plain(found) for name, found in self.targets.items()}
+        """The same as plain data for JSON."""
         return {
             "dtypes": {dtype: {"count": tally.number, "bytes": tally.bytes} for dtype, tally in self.dtypes.items()},
             "operations": {name: dict(by) for name, by in self.operations.items()},
@@ -117,39 +110,17 @@ class Inspection(Shown):
             "arguments": self.arguments,
             "results": self.results,
             "constants": self.constants,
-            "targets": targets,
         }
 
 
-def _plain(found: CompiledModule | str) -> dict[str, Any]:
-    if isinstance(found, str):
-        return {"error": found}
-    fields = dataclasses.asdict(found)
-    del fields["hlo"]
-    contractions = [
-        {"left": left, "right": right, "result": result, "count": count}
-        for (left, right, result), count in sorted(found.contractions().items())
-    ]
-    return {**fields, "contractions": contractions}
-
-
-def inspect(
-    program: Any,
-    *,
-    targets: Iterable[str] = (),
-    largest: int = 10,
-    compilers: Compilers | None = None,
-) -> Inspection:
-    """Counts the operations of a module by dtype; with `targets` also compiles it for each of them.
+def inspect(program: Any, *, largest: int = 10) -> Inspection:
+    """Counts the operations of a module by dtype.
 
     Args:
         program: any kind of program that `autocast` takes: the result of `load`, a module, text, bytes, a path.
-        targets: names of `targets.names()`. If compilation fails, the result has the error.
         largest: how many of the largest values to list.
-        compilers: running compilers to use; default: new ones, ended on return.
     """
-    program, targets = as_program(program), tuple(targets)
-    module = program.module
+    module = as_program(program).module
     dtypes: dict[str, Tally] = {}
     operations: dict[str, collections.Counter[str]] = {}
     contractions: collections.Counter[tuple[str, str, str]] = collections.Counter()
@@ -183,7 +154,6 @@ def inspect(
         arguments=sum(map(sizes.size_of, signature.inputs)),
         results=sum(map(sizes.size_of, signature.outputs)),
         constants=constants,
-        targets=_compiled(module, targets, compilers),
         rows=rows,
         edges=edges,
     )
@@ -204,31 +174,6 @@ def _stored(operation: Any, size: int) -> int:
         if kind is None or not constants.is_splat(operation)
         else max(1, size // max(1, math.prod(d or 0 for d in kind.shape)))
     )
-
-
-def _compiled(
-    module: ir.MlirModule, targets: Iterable[str], compilers: Compilers | None
-) -> dict[str, CompiledModule | str]:
-    found: dict[str, CompiledModule | str] = {}
-    if compilers is None:
-        with Compilers() as own:
-            return _compiled(module, targets, own)
-    for target in targets:
-        try:
-            found[target] = compilers.compile(module, target, options(module))
-        except DeviceError as error:
-            found[target] = str(error)
-    return found
-
-
-def options(module: ir.MlirModule) -> dict[str, str]:
-    """The compiler's options that the module carries (`xla_amp.export_for`)."""
-    attributes = module.operation.attributes.get(hardware.ATTRIBUTES, ())
-    return {
-        each.name.removeprefix(hardware.OPTION): each.attr.value
-        for each in attributes
-        if each.name.startswith(hardware.OPTION)
-    }
 
 
 def walk(module: ir.MlirModule) -> Iterator[tuple[Any, str]]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from xla_amp.report.document import Cell, Column, Row, Table
-from xla_amp.tools.inspect.targets import CompiledModule
 
 if TYPE_CHECKING:
     from xla_amp.tools.inspect.inspection import Inspection, Tally
@@ -55,37 +53,6 @@ def largest(found: Inspection) -> Table:
     columns = (Column("type"), Column("bytes", "bytes"), Column("of"), Column("in"), Column("from"))
     rows = [Row((value.type, value.bytes, value.name, value.function, value.location)) for value in found.largest]
     return Table(title="Largest values", columns=columns, rows=tuple(rows))
-
-
-def targets(states: States) -> Table:
-    """XLA's estimates for the modules on each target."""
-    rows = [
-        Row((target, state, *_estimate(found.targets.get(target, ""))))
-        for target in _keys(found.targets for found in states.values())
-        for state, found in states.items()
-    ]
-    columns = (
-        Column("target"),
-        Column("module"),
-        Column("estimated time", "seconds"),
-        Column("time at bandwidth", "seconds"),
-        Column("bytes accessed", "bytes"),
-        Column("peak memory", "bytes"),
-        Column("contractions"),
-        Column("estimate by"),
-    )
-    table = Table(title="Compiled by XLA (estimates; nothing was run)", columns=columns, rows=tuple(rows))
-    return table.without_empty_columns()
-
-
-def _estimate(found: CompiledModule | str) -> tuple[Cell, ...]:
-    if isinstance(found, str):
-        return (None, None, None, None, "", " ".join(found.splitlines()[:2]))
-    products: Counter[str] = Counter()
-    for (left, right, _), count in found.contractions().items():
-        products[left if left == right else f"{left} x {right}"] += count
-    shown = ", ".join(f"{count} {operands}" for operands, count in products.most_common())
-    return found.seconds, found.memory_seconds, found.bytes_accessed, found.peak_memory, shown, found.seconds_why
 
 
 def _pairs(word: str, states: States) -> list[Column]:

@@ -13,9 +13,9 @@ import corpus
 import jax
 import jax.numpy as jnp
 import pytest
+from targets import Compilers, available
 
 from xla_amp.stablehlo import autocast
-from xla_amp.tools.inspect.targets import Compilers, available
 
 WIDTH, PER_HEAD, BATCH, LENGTH = 512, 64, 8, 256
 
@@ -34,7 +34,7 @@ def step() -> str:
 @pytest.mark.exhaustive
 def test_step_of_a_block_on_v6e() -> None:
     if not available("v6e"):
-        pytest.skip("libtpu, TPU's compiler, is not installed: pip install 'xla-amp[targets]'")
+        pytest.skip("libtpu, TPU's compiler, is not installed")
     given = step()
     converted = autocast(given)
     with Compilers() as compilers:
@@ -43,8 +43,6 @@ def test_step_of_a_block_on_v6e() -> None:
     assert wide.seconds is not None
     assert low.seconds is not None
     assert low.seconds <= 0.80 * wide.seconds
-    assert low.bytes_accessed is not None
-    assert wide.bytes_accessed is not None
     assert low.bytes_accessed <= 0.80 * wide.bytes_accessed
     assert low.peak_memory < wide.peak_memory
     contractions = low.contractions()
