@@ -19,7 +19,7 @@ from xla_amp.common.loss_scaling import LARGEST, update
 from xla_amp.jax import LossScale
 from xla_amp.jax.loss_scale import SMALLEST
 
-ROOT = Path(loss_scaling.__file__).parent
+ROOT = Path(loss_scaling.__file__).parents[1]
 
 
 def torch_xla_kernels():
