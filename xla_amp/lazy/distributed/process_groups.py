@@ -15,7 +15,7 @@ import torch
 
 from xla_amp.backends import torch_registration
 from xla_amp.errors import DeviceError
-from xla_amp.lazy.distributed import agreement, cluster, collectives, exchange
+from xla_amp.lazy.distributed import cluster, collectives
 from xla_amp.lazy.steps import step_marker
 
 
@@ -39,6 +39,8 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     Raises:
         DeviceError: torch's rank or number of processes is not the device's.
     """
+    from xla_amp.lazy.distributed import agreement
+
     place = cluster.place()
     mine = (0, 1) if place is None else (place.rank, place.world_size)
     if size > mine[1] or (size == mine[1] and rank != mine[0]):
@@ -121,6 +123,8 @@ def object_to_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
     def encode(obj: Any, device: Any, group: Any) -> Any:
         if not is_ours(group):
             return original(obj, device, group)
+        from xla_amp.lazy.distributed import exchange  # several processes alone load it
+
         try:
             text = exchange.encode(obj, "torch.distributed")
         except TypeError as error:
@@ -141,6 +145,8 @@ def tensor_to_object(original: Callable[..., Any]) -> Callable[..., Any]:
     def decode(tensor: Any, tensor_size: Any, group: Any) -> Any:
         if not is_ours(group):
             return original(tensor, tensor_size, group)
+        from xla_amp.lazy.distributed import exchange
+
         return exchange.decode(tensor.cpu().numpy().tobytes()[: int(tensor_size)])
 
     return decode

@@ -20,7 +20,7 @@ import jax
 from xla_amp.common import config
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.distributed import agreement, cluster, consistency, exchange
+from xla_amp.lazy.distributed import cluster
 from xla_amp.lazy.distributed.collectives import all_reduce as all_reduce
 from xla_amp.lazy.distributed.collectives import collective as collective
 
@@ -42,6 +42,8 @@ def join() -> None:
     process = cluster.place()
     if process is None:
         return
+    from xla_amp.lazy.distributed import agreement, consistency  # a single process never loads them
+
     if private_api.coordinator() is None:
         if agreement.is_loopback(process.host):
             private_api.keep_collectives_local()
@@ -54,6 +56,8 @@ def join() -> None:
 
 
 def _connect(process: config.Process) -> None:
+    from xla_amp.lazy.distributed import agreement
+
     try:
         with private_api.without_preemption_notice():
             jax.distributed.initialize(
@@ -84,6 +88,8 @@ def fail(error: BaseException) -> None:
 
 def _leave() -> None:
     """Exit handler.  JAX's own waits for the other processes, which may wait for this one in a step."""
+    from xla_amp.lazy.distributed import consistency
+
     failure = _failure or getattr(sys, "last_value", None)
     reason = "has ended" if failure is None else f"has failed ({type(failure).__name__}: {failure})"
     text = f"{consistency.name_of(ordinal())} {reason} and runs no more programs"
@@ -119,6 +125,8 @@ def local_ordinal() -> int:
     process = cluster.place()
     if process is None:
         return 0
+    from xla_amp.lazy.distributed import consistency
+
     found = consistency.rank_on_host(process.rank) if config.local_rank() is None else None
     return process.local_rank if found is None else found
 
@@ -132,6 +140,8 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
     process, client = cluster.place(), private_api.coordinator()
     if process is None or client is None:
         return [payload]
+    from xla_amp.lazy.distributed import consistency
+
     key = f"xla_amp/{next(_rendezvous_count)}/{tag}"
     client.key_value_set_bytes(f"{key}/{process.rank}", payload)
     return [
@@ -147,4 +157,6 @@ def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> A
         TypeError: `data` is, or has, something that is no number, text, tensor, array or container of them.
         EngineError: as `rendezvous`.
     """
+    from xla_amp.lazy.distributed import exchange
+
     return reduce_fn(list(map(exchange.decode, rendezvous(tag, exchange.encode(data, f"mesh_reduce({tag!r})")))))
