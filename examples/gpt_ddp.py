@@ -119,7 +119,7 @@ def main() -> None:
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10)
     first = 0
     if args.checkpoint and Path(args.checkpoint).exists():
-        state = torch.load(args.checkpoint, map_location=device, weights_only=True)
+        state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])

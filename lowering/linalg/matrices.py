@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,26 @@ _Result = TypeVar("_Result")
 
 
 def exact(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """`function` with its matrix products at the highest precision (TPU and GPU would round float32 operands)."""
+    """`function` with its matrix products at the highest precision (TPU and GPU would round float32 operands).
+
+    Half types are computed in float32, and results rounded: JAX has these functions for wide types only.
+    """
 
     @functools.wraps(function)
     def wrapped(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        half = next((x.dtype for x in args if isinstance(x, jax.Array) and x.dtype in _HALF), None)
         with jax.default_matmul_precision("highest"):
-            return function(*args, **kwargs)
+            if half is None:
+                return function(*args, **kwargs)
+            wide: Any = [as_dtype(x, jnp.float32) if isinstance(x, jax.Array) and x.dtype == half else x for x in args]
+            results: Any = function(*wide, **kwargs)
+            rounded: Any = jax.tree.map(lambda x: as_dtype(x, half) if x.dtype == jnp.float32 else x, results)
+            return rounded
 
     return wrapped
+
+
+_HALF = (jnp.bfloat16, jnp.float16)
 
 
 def adjoint(x: jax.Array) -> jax.Array:

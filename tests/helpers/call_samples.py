@@ -436,7 +436,6 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ("topk|argsort", "value", "the order of equal elements is not defined"),
     ("true_divide_?|div_?", "value: nan there, 0.0", "XLA turns a boolean times a number into a selection"),
     ("_upsample_.*_aa", "value", "torch interpolates uint8 in fixed point"),
-    ("matrix_exp", "refuses", "JAX has no matrix exponential of half types"),
     ("index_select", "class: RuntimeError there, IndexError", "the CPU raises either, by the tensor's layout"),
     ("histc", r"value: \d+\.0 there", "the CPU finds the bins of a half type in the half type"),
     ("matrix_exp", "value", "rounding, relative to the largest element"),

@@ -89,6 +89,82 @@ def test_a_run_is_resumed(where, name):
     assert not equal(lost.save(), expected)
 
 
+class Lamb(torch.optim.Optimizer):
+    """You et al. 2020, as custom optimizers are written: a count as a tensor on the host, read in each step."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=torch.tensor(0.0), m=torch.zeros_like(p), v=torch.zeros_like(p))
+                state["step"] += 1
+                count = state["step"].item()
+                state["m"].lerp_(p.grad, 0.1)
+                state["v"].lerp_(p.grad.square(), 0.01)
+                update = state["m"] / (1 - 0.9**count) / ((state["v"] / (1 - 0.99**count)).sqrt() + 1e-6)
+                p.sub_(update * (group["lr"] * p.norm() / (update.norm() + 1e-6)))
+
+
+ON_HOST = {
+    **{name: getattr(torch.optim, name) for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adamax")},
+    **{name: getattr(torch.optim, name) for name in ("Adadelta", "Rprop", "SGD")},
+    "Lamb": Lamb,
+    "RMSprop": lambda p, lr: torch.optim.RMSprop(p, lr=lr, momentum=0.5),
+    "SGD with momentum": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, dampening=0.1),
+    "loop": lambda p, lr: torch.optim.Adam(p, lr=lr, foreach=False, amsgrad=True),
+    "tensor lr": lambda p, lr: torch.optim.AdamW(p, lr=torch.tensor(lr), foreach=False),
+}
+ON_DEVICE = {
+    "capturable": lambda p, lr: torch.optim.Adam(p, lr=lr, capturable=True),
+    "fused": lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True),
+    "syncfree.Adam": lambda p, lr: syncfree.Adam(p, lr=lr),
+    "syncfree.SGD": lambda p, lr: syncfree.SGD(p, lr=lr, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("where", ["device", "cpu"])
+@pytest.mark.parametrize("name", [*ON_HOST, *ON_DEVICE])
+def test_a_checkpoint_that_is_read_onto_the_device(name, where, tmp_path):
+    """``map_location=device``: no step waits, no weight differs, and counts are where a fresh optimizer has them."""
+    device = xla_amp.xla_device()
+    x = torch.linspace(-1, 1, 24).reshape(4, 6).to(device)
+
+    def made():
+        torch.manual_seed(3)
+        model = nn.Linear(6, 2).to(device)
+        return model, {**ON_HOST, **ON_DEVICE}[name](model.parameters(), lr=0.01)
+
+    def run(model, optimizer):
+        xla_amp.sync()
+        waits = xla_amp.metrics()["host_syncs"]
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        xla_amp.sync()
+        assert xla_amp.metrics()["host_syncs"] == waits
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    first = made()
+    run(*first)
+    torch.save([part.state_dict() for part in first], tmp_path / "saved.pt")
+    second = made()
+    saved = torch.load(tmp_path / "saved.pt", map_location=device if where == "device" else where)
+    for part, state in zip(second, saved, strict=True):
+        part.load_state_dict(state)
+    places = [
+        [(key, value.device) for state in optimizer.state.values() for key, value in state.items() if value is not None]
+        for _, optimizer in (first, second)
+    ]
+    assert places[0] == places[1]
+    assert all(torch.equal(a, b) for a, b in zip(run(*first), run(*second), strict=True))
+
+
 def equal(one: bytes, other: bytes) -> bool:
     first, second = (torch.load(io.BytesIO(saved), weights_only=True) for saved in (one, other))
     left, right = (torch.utils._pytree.tree_flatten(state) for state in (first, second))

@@ -253,3 +253,36 @@ def test_lstsq_of_deficient_rank_takes_the_least_norm():
 def test_matrix_exp(dtype, scale):
     a = sample(2, 4, 4, dtype=dtype) * scale / 3
     check("linalg_matrix_exp", a, rtol=30 * tol(dtype)["rtol"], atol=30 * tol(dtype)["atol"])
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types_are_computed_in_float32(half):
+    """JAX has these functions for wide types only; the result is the float32 one of the same operands, rounded."""
+    full = torch.float32
+    a, tall, b = (x.to(half) for x in (positive(dtype=full), sample(6, 4, dtype=full), sample(5, 2, dtype=full)))
+    upper, tau = positive(dtype=full).triu().to(half), sample(4, dtype=full).to(half)
+    pivots = torch.tensor([2, 2, 3, 5, 5], dtype=torch.int32)
+    calls = [
+        *((name, (a,), {}) for name in ("linalg_cholesky_ex", "cholesky", "cholesky_inverse", "linalg_lu_factor_ex")),
+        *((name, (a,), {}) for name in ("linalg_matrix_exp", "linalg_inv_ex", "_linalg_det", "_linalg_slogdet")),
+        *((name, (tall,), {}) for name in ("linalg_qr", "geqrf", "_linalg_svd", "linalg_lu")),
+        ("_linalg_eigh", (a,), {}),
+        ("_linalg_solve_ex", (a, b), {}),
+        ("linalg_solve_triangular", (upper, b), {"upper": True}),
+        ("triangular_solve", (b, upper), {}),
+        ("_cholesky_solve_helper", (b, upper, True), {}),
+        ("linalg_lu_solve", (a, pivots, b), {}),
+        ("linalg_householder_product", (tall, tau), {}),
+        ("ormqr", (tall, tau, sample(6, 2, dtype=full).to(half)), {}),
+        ("linalg_lstsq", (tall, sample(6, 2, dtype=full).to(half)), {"driver": "gelsd"}),
+    ]
+    for name, operands, options in calls:
+        wide = [x.float() if isinstance(x, torch.Tensor) and x.dtype is half else x for x in operands]
+        like = operator(name)(*wide, **options)
+        like = [like] if isinstance(like, torch.Tensor) else list(like)
+        expected = run(name, *wide, like=like, **options)
+        halves = [x.to(half) if x.dtype is full else x for x in like]
+        got = run(name, *operands, like=halves, **options)
+        for low, high in zip(got, expected, strict=True):
+            assert low.dtype is (half if high.dtype is full else high.dtype), name
+            torch.testing.assert_close(low, high.to(low.dtype), rtol=0, atol=0, equal_nan=True)

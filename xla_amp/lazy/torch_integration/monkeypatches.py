@@ -34,6 +34,7 @@ from xla_amp.lazy.torch_integration import (
     autocast_names,
     device_guard,
     generator,
+    loaded_counts,
     nested,
     safetensors_files,
     streams,
@@ -354,6 +355,11 @@ def _replace_scaler_state() -> None:
     torch.amp.GradScaler._lazy_init_scale_growth_tracker = make_state  # type: ignore[method-assign]
 
 
+def _replace_optimizer_loading() -> None:
+    optimizer = torch.optim.Optimizer
+    optimizer.load_state_dict = loaded_counts.load_state_dict(optimizer.load_state_dict)  # type: ignore[method-assign]
+
+
 def _replace_loader_iteration() -> None:
     original = DataLoader.__iter__
 
@@ -460,6 +466,12 @@ PATCHES = (
         names=("torch.amp.GradScaler._lazy_init_scale_growth_tracker",),
         reason="Created inside the step, scale and growth tracker would make the first step a different program.",
         install=_replace_scaler_state,
+    ),
+    PatchGroup(
+        names=("torch.optim.Optimizer.load_state_dict",),
+        reason="Step counts that torch.load(map_location='jax') has put on the device would stay there, and each later "
+        "step would read them, one by one. Only this method knows that state was loaded.",
+        install=_replace_optimizer_loading,
     ),
     PatchGroup(
         names=("torch.utils.data.DataLoader.__iter__",),

@@ -206,7 +206,7 @@ RULES: Sequence[ArgumentRule] = (
         error=RuntimeError,
     ),
     _without("integral", "embedding_renorm", error=RuntimeError),
-    _without("bfloat16", "complex", error=RuntimeError),
+    _without("bfloat16", "_fft_r2c complex", error=RuntimeError),
     _without("bool", "cumprod cumsum", "dtype"),
     _without("bool complex", "arange", "dtype"),
     _without("bool integral", "normal", "dtype"),

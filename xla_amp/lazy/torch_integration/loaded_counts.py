@@ -1,0 +1,67 @@
+"""Put the step counts of a loaded optimizer on the host, where a fresh optimizer counts.
+
+``torch.load(map_location="jax")`` moves them to the device with everything else, and each later step would wait for
+the device once for each parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+
+from xla_amp.backends import initial_state
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+
+_COUNTS = ("step", "mu_product")
+"""Names of scalar state that torch.optim's classes read on the host, unless they are capturable or fused."""
+
+
+def load_state_dict(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps `torch.optim.Optimizer.load_state_dict`: scalars that a fresh optimizer has on the host go there.
+
+    Waits for the device once, whatever the number of parameters.
+    """
+
+    @functools.wraps(original)
+    def loading(self: torch.optim.Optimizer, state_dict: Any) -> None:
+        before = [dict(group) for group in self.param_groups]
+        original(self, state_dict)
+        _to_host([*_counts(self), *_options(self, before)])
+
+    return loading
+
+
+def _counts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[MutableMapping[str, Any], str]]:
+    names = _COUNTS if initial_state.is_torchs(initial_state.torchs_class(optimizer)) else _COUNTS[:1]
+    for group in optimizer.param_groups:
+        if group.get("capturable") or group.get("fused"):
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            yield from ((state, name) for name in names if name in state)
+
+
+def _options(
+    optimizer: torch.optim.Optimizer, before: list[dict[str, Any]]
+) -> Iterator[tuple[MutableMapping[str, Any], str]]:
+    """Hyperparameters that were tensors on the host before, a learning rate for instance."""
+    for old, new in zip(before, optimizer.param_groups, strict=True):
+        for name, value in old.items():
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                yield new, name
+
+
+def _to_host(places: list[tuple[MutableMapping[str, Any], str]]) -> None:
+    found = [(owner, name) for owner, name in places if _is_scalar_on_device(owner.get(name))]
+    for dtype in {owner[name].dtype for owner, name in found}:
+        same = [(owner, name) for owner, name in found if owner[name].dtype == dtype]
+        values = torch.stack([owner[name].detach().reshape(()) for owner, name in same]).cpu()
+        for (owner, name), value in zip(same, values, strict=True):
+            owner[name] = value.clone()
+
+
+def _is_scalar_on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE and value.numel() == 1
