@@ -68,8 +68,20 @@ def ctc_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """(losses [batch], log_alpha [batch, time, states]); log_probs [time, batch, classes], targets [batch, S].
 
-    The loss of a target without an alignment is inf; with `zero_infinity` torch itself replaces it afterwards.
+    The loss of a target without an alignment is inf; with `zero_infinity` torch itself replaces it afterwards.  Half
+    types are computed in float32, and the results rounded.
     """
+    losses, log_alpha = _forward(_wide(log_probs), targets, input_lengths, target_lengths, blank)
+    return as_dtype(losses, log_probs.dtype), as_dtype(log_alpha, log_probs.dtype)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return as_dtype(x, jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _forward(
+    log_probs: jax.Array, targets: jax.Array, input_lengths: jax.Array, target_lengths: jax.Array, blank: int
+) -> tuple[jax.Array, jax.Array]:
     lattice = _Lattice(log_probs, targets, input_lengths, target_lengths, blank)
 
     def step(alpha: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -105,6 +117,9 @@ def ctc_loss_backward(
     zero_infinity: bool = False,
 ) -> jax.Array:
     """The gradient of `log_probs`; zero past each input's end."""
+    dtype, log_probs = log_probs.dtype, _wide(log_probs)
+    if dtype != log_probs.dtype:  # rounded sums of logarithms are no probabilities
+        losses, log_alpha = _forward(log_probs, targets, input_lengths, target_lengths, blank)
     lattice = _Lattice(log_probs, targets, input_lengths, target_lengths, blank)
 
     def step(beta: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -129,4 +144,4 @@ def ctc_loss_backward(
     result = (jnp.exp(log_probs) - occupied) * as_dtype(grad, log_probs.dtype)[None, :, None]
     impossible = jnp.isinf(losses)[None, :, None]
     result = jnp.where(impossible, 0 if zero_infinity else jnp.nan, result)
-    return jnp.where((times[:, None] < input_lengths[None, :])[..., None], result, 0)
+    return as_dtype(jnp.where((times[:, None] < input_lengths[None, :])[..., None], result, 0), dtype)

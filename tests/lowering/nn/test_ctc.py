@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import check, sample
+from harness import check, run, sample
 
 from xla_amp.lowering.nn import ctc  # noqa: F401  (fills the table)
 
@@ -33,6 +33,21 @@ def clean(alpha: torch.Tensor) -> torch.Tensor:
         reached[row, steps:] = -torch.inf
         reached[row, :, 2 * width + 1 :] = -torch.inf
     return reached
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types_are_computed_in_float32(half):
+    """The loss and the gradient are float32's of the same probabilities, rounded."""
+    log_probs, targets, *lengths = case(torch.float32)
+    log_probs, grad = log_probs.to(half), sample(4, dtype=torch.float32).to(half)
+    loss, alpha = torch.ops.aten._ctc_loss(log_probs.float(), targets, *LENGTHS)
+    exact = torch.ops.aten._ctc_loss_backward(grad.float(), log_probs.float(), targets, *LENGTHS, loss, alpha, 0)
+    low, low_alpha = run("_ctc_loss.Tensor", log_probs, targets, *lengths, like=[loss.to(half), alpha.to(half)])
+    arguments = (grad, log_probs, targets, *lengths, low, low_alpha, 0)
+    (got,) = run("_ctc_loss_backward.Tensor", *arguments, like=[exact.to(half)])
+    eps = torch.finfo(half).eps
+    torch.testing.assert_close(low, loss.to(half), rtol=eps, atol=eps)
+    torch.testing.assert_close(got, exact.to(half), rtol=eps, atol=eps)
 
 
 @pytest.mark.parametrize("zero_infinity", [False, True])

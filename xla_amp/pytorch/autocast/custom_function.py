@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
+import inspect
 import threading
-import types
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -101,7 +100,7 @@ def _applied(forward: Callable[..., Any]) -> Any:
 
     ``apply`` passes neither the class nor, with ``setup_context``, the ``ctx``; the class is a local of its frame.
     """
-    frame: types.FrameType | None = sys._getframe(2)
+    frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is _APPLY and frame.f_locals["cls"].forward is forward:
             return frame.f_locals["cls"]
