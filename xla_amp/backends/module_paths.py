@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -92,15 +93,11 @@ def release(token: PathsToken) -> None:
 
 
 def _enter(module: torch.nn.Module, _args: Any) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        return  # a compiled graph has no modules
     stack = _thread.stack
     stack.append((module, _path(module, stack[-1][1]) if stack else _outermost(module)))
 
 
 def _leave(module: torch.nn.Module, _args: Any, _result: Any) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        return
     stack = _thread.stack
     for index in range(len(stack) - 1, -1, -1):
         if stack[index][0] is module:
@@ -109,7 +106,7 @@ def _leave(module: torch.nn.Module, _args: Any, _result: Any) -> None:
 
 
 for _hook in (_enter, _leave):
-    dynamo.skip(_hook)
+    dynamo.graph_break(_hook)  # a compiled graph has no modules
 
 
 def _path(module: torch.nn.Module, parent: str) -> str:
@@ -122,10 +119,16 @@ def _path(module: torch.nn.Module, parent: str) -> str:
 def _outermost(module: torch.nn.Module) -> str:
     recomputed = torch._C._current_graph_task_id() != -1
     top = _seen.get(module, "") if recomputed else ""
-    _thread.names = {id(part): joined(top, name) for name, part in module.named_modules()}
+    _thread.names = {id(part): joined(top, name) for name, part in _named(module)}
     if not recomputed:
-        _seen.update((part, name) for name, part in module.named_modules())
+        _seen.update((part, name) for name, part in _named(module))
     return top
+
+
+def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The parts and their names, without the names of what `torch.compile` wraps around a module."""
+    for name, part in module.named_modules():
+        yield ".".join(each for each in name.split(".") if each != "_orig_mod"), part
 
 
 _CALL = torch.nn.Module.__call__.__code__

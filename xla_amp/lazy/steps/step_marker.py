@@ -24,6 +24,7 @@ from xla_amp.backends import dynamo, initial_state
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.programs.execute import flush
+from xla_amp.lazy.steps import forward_hook
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import cpu_training, forks
 
@@ -62,6 +63,7 @@ def install() -> None:
     """Registers PyTorch's global hooks."""
     optim.register_optimizer_step_pre_hook(_before_step)
     optim.register_optimizer_step_post_hook(_after_step)
+    forward_hook.forward_begins.subscribe(_before_forward)
     execute.program_ran.subscribe(_await_forward)
     forks.in_child.subscribe(_forget)
     _await_forward()
@@ -193,15 +195,13 @@ def _await_forward() -> None:
     with trace.lock:
         _awaited = True
         if _forward_hook is None:
-            _forward_hook = nn_module.register_module_forward_pre_hook(before_forward)
+            _forward_hook = nn_module.register_module_forward_pre_hook(forward_hook.before_forward)
 
 
-def before_forward(module: torch.nn.Module, inputs: Any) -> None:
-    """The module hook."""
-    if torch.compiler.is_dynamo_compiling() or not _awaited:
-        return  # Dynamo reads this; its graphs call `graph_begins`
-    with trace.lock:
-        _forward_begins(module.training and torch.is_grad_enabled())
+def _before_forward(module: torch.nn.Module) -> None:
+    if _awaited:
+        with trace.lock:
+            _forward_begins(module.training and torch.is_grad_enabled())
 
 
 def graph_begins() -> None:
@@ -243,5 +243,5 @@ def _forget() -> None:
     _remove_hook()
 
 
-for _hook in (before_forward, _before_step, _after_step):
+for _hook in (_before_step, _after_step):
     dynamo.skip(_hook)

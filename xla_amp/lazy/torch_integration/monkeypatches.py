@@ -26,7 +26,7 @@ from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import process_groups
 from xla_amp.lazy.programs.execute import sync
-from xla_amp.lazy.steps import step_marker
+from xla_amp.lazy.steps import forward_hook, step_marker
 from xla_amp.lazy.tensors import storages, tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import (
@@ -293,7 +293,7 @@ def _replace_has_any_global_hook() -> None:
 
     @functools.wraps(original)
     def has_any_global_hook() -> Any:
-        if list(nn_module._global_forward_pre_hooks.values()) != [step_marker.before_forward]:
+        if list(nn_module._global_forward_pre_hooks.values()) != [forward_hook.before_forward]:
             return original()
         others = (nn_module._global_forward_hooks, nn_module._global_backward_hooks)
         return any(others) or bool(nn_module._global_backward_pre_hooks)

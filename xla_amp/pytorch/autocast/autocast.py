@@ -29,7 +29,7 @@ from xla_amp.errors import UnsupportedDtypeError
 from xla_amp.policy import Policy, effects, regions
 from xla_amp.policy.load import default_name
 from xla_amp.policy.policy import MEASURED
-from xla_amp.pytorch.autocast import compiled, decorate, native, native_dispatch
+from xla_amp.pytorch.autocast import decorate, native, native_dispatch
 from xla_amp.pytorch.autocast import recomputation as recomputation
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -56,6 +56,7 @@ class _Open(threading.local):
 _open = _Open()
 
 
+@dynamo.graph_break
 class autocast:
     """Context manager and decorator: operations inside run in the dtypes that a policy gives them.
 
@@ -104,10 +105,6 @@ class autocast:
         rules: Mapping[str, Cast] | None = None,
         strict: bool = False,
     ) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            self._arguments = (device_type, dtype, enabled, cache_enabled, policy, rules)
-            self._compiled: list[Any] = []
-            return
         self.device = devices.device_type(device_type)
         enabled = native.check_flags(self.device, dtype, enabled, cache_enabled)
         self.dtype = dtype
@@ -139,20 +136,12 @@ class autocast:
         return f"autocast({self.device!r}{', enabled=False' if not self.enabled else ''}{shown})"
 
     def __enter__(self) -> autocast:
-        if torch.compiler.is_dynamo_compiling():
-            region = compiled.region(_region_of_torch, *self._arguments)
-            self._compiled.append(region)
-            region.__enter__()
-            return self
         _open.stack.append(self._enter_xla() if self._is_xla else self._enter_native())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            self._compiled.pop().__exit__(None, None, None)
-            return
         rules = _leave(self)
         if kind is None and rules is not None and (self.rules is not None or self.strict):
             for layer in rules.layers:
@@ -162,20 +151,8 @@ class autocast:
             effects.report_unmatched(self.policy.layers[-1], strict=False, once=True)
 
     def __call__(self, function: _Function) -> _Function:
-        decorated: _Function = decorate.inside(self, function, self._again)
+        decorated: _Function = decorate.inside(self, function)
         return decorated
-
-    def _again(self) -> autocast:
-        """A new region like this one: Dynamo knows only those that it sees made."""
-        return autocast(
-            self.device,
-            self.dtype,
-            self.enabled,
-            self.cache_enabled,
-            policy=self.policy,
-            rules=self.rules,
-            strict=self.strict,
-        )
 
     def _has_rules(self) -> bool:
         return self.policy is not None or self.rules is not None
@@ -231,31 +208,7 @@ class autocast:
             return _Entry(self, region, rules, undo.pop_all())
 
 
-for _method in (autocast.__init__, autocast.__enter__, autocast.__exit__):
-    dynamo.skip(_method)
-
-
-@dynamo.constant
-def _region_of_torch(
-    device_type: Any, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, policy: Any, rules: Any
-) -> tuple[str, torch.dtype | None, bool, bool | None] | None:
-    """Arguments of the `torch.autocast` with the casts of ``autocast(device_type, ...)``; None if there is none."""
-    made = autocast(device_type, dtype, enabled, cache_enabled)
-    enabled = made.enabled
-    region = regions.current(made.device)
-    around = None if region is None else region.policy
-    if policy is not None or rules is not None:
-        return None
-    if not made._is_xla:
-        changed = native_dispatch.rules(made.device, None)
-        plain = changed is None or changed is native_dispatch.table(made.device)
-        return (made.device, dtype, enabled, cache_enabled) if plain and around in (None, changed) else None
-    engine = devices.engine()
-    engine.device()
-    rules = made._rules(engine)
-    if around not in (None, rules):
-        return None
-    return made.device, made._low(rules) if enabled else getattr(torch, rules.low), enabled, cache_enabled
+dynamo.graph_break(policies.override)
 
 
 def reopened(region: regions.Region | None, device_type: str, dtype: torch.dtype) -> autocast:

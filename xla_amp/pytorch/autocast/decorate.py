@@ -12,15 +12,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
 Context = AbstractContextManager[Any]
 
 
-def inside(context: Context, function: Callable[..., Any], again: Callable[[], Context]) -> Any:
+def inside(context: Context, function: Callable[..., Any]) -> Any:
     """`function` with its body inside `context`; the context must allow entering it again while it is open.
-
-    `again` makes an equal context, for a function that `torch.compile` traces.
 
     Raises:
         TypeError: `function` cannot be called, or is a class.
@@ -74,7 +70,7 @@ def inside(context: Context, function: Callable[..., Any], again: Callable[[], C
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with again() if torch.compiler.is_dynamo_compiling() else context:
+        with context:
             return function(*args, **kwargs)
 
     return call
