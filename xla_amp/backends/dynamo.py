@@ -34,8 +34,9 @@ def graph_break(entry: _Function) -> _Function:
 
     As ``torch.compiler.disable`` does; of a class the construction, the call and the use as a context manager.
     """
-    functions = [vars(entry)[name] for name in _METHODS if name in vars(entry)] if isinstance(entry, type) else [entry]
-    for function in functions:
+    methods = [vars(entry)[name] for name in _METHODS if name in vars(entry)] if isinstance(entry, type) else [entry]
+    function: Any
+    for function in methods:
         skip(inspect.unwrap(function))
         function._torchdynamo_disable = True
     return entry
