@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -69,9 +70,15 @@ def recorded(timed: Callable[..., Any] = lambda _, function: function()) -> Iter
         programs.append(program)
         return list(timed("trace", program.result_shapes))
 
-    with execute.instead(run):
-        yield programs
-        xla_amp.sync()
+    def first_run(_: Any, program: XlaProgram, *rest: Any) -> list[Any]:
+        return run(program, *rest)
+
+    with mock.patch.object(execute, "execute", run), mock.patch.object(execute, "_first_run", first_run):
+        try:
+            yield programs
+            xla_amp.sync()
+        finally:
+            execute.clear_programs()
 
 
 def program_of(layers: int) -> XlaProgram:

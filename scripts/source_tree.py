@@ -40,7 +40,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 # The only modules of the package that `xla_amp.lowering` imports.
-LOWERING_IMPORTS = frozenset({"xla_amp.common.events", "xla_amp.common.loss_scaling", "xla_amp.master_weights"})
+LOWERING_IMPORTS = frozenset(
+    {"xla_amp.common.events", "xla_amp.common.loss_scaling", "xla_amp.hardware", "xla_amp.master_weights"}
+)
 
 # Imports against the layers or in a circle, when a function of the module is called -> why they are right.
 LOADED_BY_NAME: Mapping[str, Mapping[str, str]] = {

@@ -7,7 +7,9 @@ Every matrix product goes through `contract`, so only this module knows the form
 platform   float16 and bfloat16 operands
 =========  ================================================================================================
 cpu        ``low x low -> float32``, rounded afterwards; transposes folded into the dimension numbers; a left
-           operand whose contracted axis is not its last is transposed first, in blocks
+           operand whose contracted axis is not its last is transposed first, in blocks.  bfloat16 on a CPU
+           without instructions for it: both operands are converted to float32 first (not where the left one
+           would be transposed)
 gpu, tpu   ``low x low -> low``; the accumulator is float32 in the hardware
 =========  ================================================================================================
 
@@ -17,12 +19,14 @@ TPU would otherwise round the operands to bfloat16 and GPU to TF32.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xla_amp import hardware
 from xla_amp.lowering.operand import Permuted, as_dtype, is_half, materialize, opmath, up
 from xla_amp.lowering.registry import register
 
@@ -65,7 +69,10 @@ def contract(
     right, right_contracting, right_batch = base(right, contracting[1], batch[1])
     half = is_half(left.dtype)
     if half and platform == "cpu" and left.ndim == right.ndim == len(left_batch) + 2:
-        left, left_contracting = _contracted_last(left, left_contracting[0], left_batch)
+        if left.dtype == jnp.bfloat16 and left_contracting == (left.ndim - 1,) and not _multiplies_bfloat16():
+            left, right = up(left), up(right)
+        else:
+            left, left_contracting = _contracted_last(left, left_contracting[0], left_batch)
     return lax.dot_general(
         left,
         right,
@@ -73,6 +80,11 @@ def contract(
         precision=precision(left.dtype),
         preferred_element_type=jnp.float32 if half and (wide or platform == "cpu") else None,
     )
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    return hardware.processor().multiplies_bfloat16
 
 
 def base(operand: Operand, contracting: Axes, batch: Axes) -> tuple[jax.Array, Axes, Axes]:

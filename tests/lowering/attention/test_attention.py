@@ -11,6 +11,7 @@ import torch
 from harness import TOLERANCE, check, compare, lowering_of, sample, to_array, to_tensor
 
 from xla_amp.lowering.attention import fused_layers, sdpa  # noqa: F401  (fill the table)
+from xla_amp.lowering.linalg import contraction
 
 FORWARD = "_scaled_dot_product_fused_attention_overrideable"
 BACKWARD = FORWARD + "_backward"
@@ -99,7 +100,12 @@ def test_forward_and_backward(case, dtype, platform):
     assert (got[3] is None) == (len(sources) == 3)
 
 
-def test_a_bf16_product_never_widens_its_operands():
+@pytest.mark.parametrize("has_units", [True, False])
+def test_a_bf16_product_widens_its_operands_only_for_a_cpu_without_units(
+    has_units: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(contraction, "_multiplies_bfloat16", lambda: has_units)
+
     def step(*arrays: Any) -> Any:
         options = {"platform": "cpu"}
         forward = lowering_of(FORWARD).function(*arrays, None, 0.0, True, False, **options)
@@ -109,7 +115,9 @@ def test_a_bf16_product_never_widens_its_operands():
     text = jax.jit(step).lower(*map(to_array, operands(torch.bfloat16))).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]
     assert len(products) == 7  # two forward, five backward; one of those recomputes a forward product
-    assert all(line.rsplit(" : ", 1)[1].count("bf16") == 2 for line in products)
+    low = [line.rsplit(" : ", 1)[1].count("bf16") for line in products]
+    assert low.count(2) == (7 if has_units else 2)  # the two weight-like gradients contract rows of both operands
+    assert low.count(0) == 7 - low.count(2)
 
 
 def test_a_program_of_both_passes_computes_the_scores_once():

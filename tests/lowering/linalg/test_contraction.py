@@ -151,6 +151,26 @@ def test_forms() -> None:
         assert "precision = [HIGHEST, HIGHEST]" in hlo(wide, wide, platform=platform)
 
 
+@pytest.mark.parametrize("has_units", [True, False])
+def test_bfloat16_operands_are_widened_for_a_cpu_without_units(
+    has_units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contraction, "_multiplies_bfloat16", lambda: has_units)
+    x, y = (jax.random.normal(jax.random.key(seed), (64, 64), jnp.bfloat16) for seed in range(2))
+    exact = np.asarray(x, float) @ np.asarray(y, float)
+    for right in (y, Permuted(y.T, (1, 0))):
+        text = hlo(x, right, platform="cpu")
+        assert ("(tensor<64x64xbf16>, tensor<64x64xbf16>) -> tensor<64x64xf32>" in text) == has_units
+        assert ("(tensor<64x64xf32>, tensor<64x64xf32>) -> tensor<64x64xf32>" in text) != has_units
+        got = np.asarray(contraction.mm(x, right, platform="cpu"))
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)  # a low result would be 4e-3 off
+    # a weight gradient has its own form, which needs no units
+    assert "(tensor<64x64xbf16>, tensor<64x64xbf16>)" in hlo(Permuted(x, (1, 0)), y, platform="cpu")
+    half = jnp.zeros((64, 64), jnp.float16)  # has kernels nowhere: the same form
+    assert "(tensor<64x64xf16>, tensor<64x64xf16>)" in hlo(half, half, platform="cpu")
+
+
 def test_float16_results_keep_their_range() -> None:
     # 300 * 300 overflows float16: torch gives inf, and so must the converted accumulator
     x = torch.full((1, 1), 300.0, dtype=F16)
