@@ -57,7 +57,7 @@ def make_mesh(axes: Mapping[str, int] | None = None, *, dcn: Mapping[str, int] |
     devices.engine().device()
     platform = pjrt.jax_device().platform
     together = processes.world_size() > 1
-    found = jax.devices(platform) if together else jax.local_devices(backend=platform)
+    found = all_devices()
     axes = {"data": len(found)} if axes is None else axes
     if math.prod(axes.values()) != len(found):
         hint = "; XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight of a CPU"
@@ -70,6 +70,12 @@ def make_mesh(axes: Mapping[str, int] | None = None, *, dcn: Mapping[str, int] |
     if not dcn:
         return Mesh(mesh_utils.create_device_mesh(shape, found, allow_split_physical_axes=True), tuple(axes))
     return Mesh(_arranged(axes, dcn, found), tuple(axes))
+
+
+def all_devices() -> Sequence[jax.Device]:
+    """The devices of this process, or of all processes of its job: those of a mesh."""
+    platform = pjrt.jax_device().platform
+    return jax.devices(platform) if processes.world_size() > 1 else jax.local_devices(backend=platform)
 
 
 def _arranged(axes: Mapping[str, int], dcn: Mapping[str, int], found: Sequence[jax.Device]) -> np.ndarray:

@@ -185,6 +185,3 @@ def _fill(
         put(_END, None)
     except BaseException as error:
         put(_ERROR, error)
-
-
-MpDeviceLoader = DeviceLoader
