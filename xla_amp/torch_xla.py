@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from jax.profiler import StepTraceAnnotation as StepTrace
 from jax.profiler import TraceAnnotation as Trace
-from jax.profiler import start_server as start_server
 from jax.sharding import Mesh as _JaxMesh
 
 from xla_amp.backends import base
@@ -103,6 +102,11 @@ def short_metrics_report(counter_names: Sequence[str] = (), metric_names: Sequen
     """One line a counter of `xla_amp.metrics`: those named, or all."""
     wanted = {*counter_names, *metric_names}
     return "\n".join(f"{name}: {count}" for name, count in base.metrics().items() if not wanted or name in wanted)
+
+
+def start_server(port: int) -> Any:
+    """`jax.profiler.start_server`; keep the result as long as profiles are to be taken."""
+    return jax.profiler.start_server(port)
 
 
 def using_pjrt() -> bool:

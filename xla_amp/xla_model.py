@@ -94,3 +94,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     raise _torch_xla_names.missing(__name__, name, __all__)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Row(NamedTuple):
+class MissingNames(NamedTuple):
     """Names of one module, and what to write instead, in Markdown."""
 
     module: str
@@ -18,10 +18,10 @@ class Row(NamedTuple):
 
 
 @functools.cache
-def table() -> tuple[Row, ...]:
+def table() -> tuple[MissingNames, ...]:
     """All rows."""
     text = Path(__file__).with_suffix(".toml").read_text("utf-8")
-    return tuple(Row(row["module"], row["names"].split(), row["write"]) for row in tomllib.loads(text)["row"])
+    return tuple(MissingNames(row["module"], row["names"].split(), row["write"]) for row in tomllib.loads(text)["row"])
 
 
 def missing(module: str, name: str, public: Iterable[str]) -> AttributeError:
