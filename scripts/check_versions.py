@@ -1,6 +1,6 @@
 """Run the tests with other versions of Python, torch and JAX than the pinned ones, and write one table.
 
-    python scripts/check_versions.py                      # a sample of everything (`-m quick`), each row of MATRIX
+    python scripts/check_versions.py                      # the default tests, each row of MATRIX
     python scripts/check_versions.py --full               # all tests
     python scripts/check_versions.py --rows jax-0.12 --again
     python scripts/check_versions.py --rows jax-0.12 --env /path/to/venv    # an environment that is there already
@@ -162,15 +162,15 @@ def main() -> int:
     """Runs the rows and writes the table; 1 if a test failed or a row could not be run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=[row.name for row in MATRIX], default=[r.name for r in MATRIX])
-    parser.add_argument("--full", action="store_true", help="all tests, not a sample of everything")
+    parser.add_argument("--full", action="store_true", help="all tests, also those marked full")
     parser.add_argument("--tests", nargs="+", help="these folders, files or pytest options instead")
     parser.add_argument("--env", type=Path, help="an environment that is there, for one row; pip is not called")
     parser.add_argument("--again", action="store_true", help="also rows that have a result of this commit")
     options = parser.parse_args()
     if options.env is not None and len(options.rows) != 1:
         parser.error("--env is the environment of one row: name it with --rows")
-    tests = options.tests or (["-n", "auto"] if options.full else ["-n", "auto", "-m", "quick"])
-    chosen = "all" if options.full else "quick"
+    tests = options.tests or (["-n", "auto", *(("-m", "full or not full") if options.full else ())])
+    chosen = "all" if options.full else "default"
     if options.tests:
         chosen = options.tests[0] if len(options.tests) == 1 else f"{len(options.tests)} files and folders"
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Write the tables of the documentation that come from tests.
 
-pytest tests/lazy/torch_integration/test_device_generic.py -m "exhaustive or not exhaustive" --junit-xml results.xml
+pytest tests/lazy/torch_integration/test_device_generic.py -m "full or not full" --junit-xml results.xml
 python scripts/result_tables.py devices results.xml        # docs/lists/device_tests.md
 python scripts/result_tables.py scaler scaler.xml          # the same page; tests/helpers/torch_test_device.py makes it
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import os
 import sys
 import unittest
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,8 +32,6 @@ FOREIGN = ("XLA_AMP_", "XLA_USE_", "PT_HPU_AUTOCAST_")
 
 
 TORCH_XLA = Path(__file__).parent / "torch_xla_engine"
-QUICK = frozenset(Path(__file__).with_name("quick.txt").read_text().split())
-"""Files of `pytest -m quick`; `scripts/ci_commands.py quick` chooses them."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -49,22 +48,31 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def _is_quick(path: Path) -> bool:
-    root = Path(__file__).parent.parent
-    return path.is_relative_to(root) and path.relative_to(root).as_posix() in QUICK
+def _rows(item: pytest.Function) -> Iterator[Hashable]:
+    """A key of the row that the item has of each `parametrize` of its test, and of each parameter of a fixture."""
+    params = dict(item.callspec.params)
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+        if all(name in params for name in names):
+            yield (*names, *(id(params.pop(name)) for name in names))
+    yield from ((name, repr(value)) for name, value in params.items())
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Only quick tests are imported for ``-m quick``, so the extra ``dev`` is enough for them."""
-    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    return True if config.option.markexpr == "quick" and is_test and not _is_quick(collection_path) else None
-
-
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the quick tests."""
+    """Marks as ``full`` what crosses rows: of a matrix the default run has each row of each side, once.
+
+    An item whose rows have all been in an item before it is one more combination of them.
+    """
+    seen: dict[str, set[Hashable]] = collections.defaultdict(set)
     for item in items:
-        if _is_quick(item.path):
-            item.add_marker("quick")
+        if not hasattr(item, "callspec") or item.get_closest_marker("full"):
+            continue
+        rows = set(_rows(item))
+        if rows <= seen[item.nodeid.partition("[")[0]]:
+            item.add_marker("full")
+        seen[item.nodeid.partition("[")[0]] |= rows
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

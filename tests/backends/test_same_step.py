@@ -13,7 +13,7 @@ from xla_amp.common import config
 FOLDER = ROOT / "tests" / "torch_xla_engine"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_the_stored_step_is_the_lazy_devices():
     stored = json.loads((FOLDER / "same_step.json").read_text())
     environment = config.child_environment({"XLA_AMP_ENGINE": "jax", "OMP_NUM_THREADS": "1"})

@@ -25,7 +25,7 @@ ROWS = [
     ("jax", "nearly equal", 8),
     ("stablehlo", "nearly equal", 4),
     *(
-        pytest.param(*row, marks=pytest.mark.exhaustive)
+        pytest.param(*row, marks=pytest.mark.full)
         for row in (
             ("torch", "batch norm", 24),
             ("torch", "RoPE", 24),

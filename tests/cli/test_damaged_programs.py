@@ -57,7 +57,7 @@ def test_the_programs_are_valid_before_the_damage(sources, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    "group", [*range(8), *(pytest.param(group, marks=pytest.mark.exhaustive) for group in range(8, GROUPS))]
+    "group", [*range(8), *(pytest.param(group, marks=pytest.mark.full) for group in range(8, GROUPS))]
 )
 def test_damage_is_told(sources, group, tmp_path, capfd):
     found = collections.Counter()

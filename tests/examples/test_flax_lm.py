@@ -23,7 +23,7 @@ def run(*flags: str) -> str:
     return done.stdout
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_the_precisions_learn_alike(tmp_path: Path) -> None:
     found = {}
     for precision in ("fp32", "fp16"):

@@ -30,7 +30,7 @@ def rows(path: Path) -> list[int]:
     return [int(row["step"]) for row in found]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_it_learns_in_captured_steps_and_resumes_from_its_checkpoint(tmp_path):
     flags = ["--precision=fp16", "--policy=gpu"]
     whole = results("--steps=80", f"--log-dir={tmp_path}", *flags)

@@ -14,7 +14,7 @@ EXAMPLE = ROOT / "examples" / "gpt_ddp.py"
 START = ROOT / "tests" / "training" / "process_group_program.py"
 SIZES = ["--json", "--precision", "fp32", "--sequences", "40", "--context", "16", "--layers", "1", "--width", "16"]
 OVERFLOW = ("--overflow-at", "1")
-pytestmark = pytest.mark.exhaustive  # tests/training/test_process_group.py has the parts of it
+pytestmark = pytest.mark.full  # tests/training/test_process_group.py has the parts of it
 
 
 def run(world, *arguments):

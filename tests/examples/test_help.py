@@ -12,7 +12,7 @@ ARGPARSE = ("gpt_ddp.py",)
 """Scripts for CUDA with two lines changed, which use nothing of the other examples."""
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_help_is_no_error() -> None:
     paths = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name not in MODULES]
     assert len(paths) >= 6

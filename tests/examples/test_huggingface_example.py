@@ -28,7 +28,7 @@ def results(*flags: str) -> dict[str, object]:
     return json.loads(run(*SMALL, *flags).splitlines()[-1])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_it_learns_and_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     flags = ["--precision=fp16", "--steps=30", "--save-steps=24", f"--output={tmp_path / 'run'}"]
     whole = results(*flags, f"--log-dir={tmp_path / 'logs'}")

@@ -42,7 +42,7 @@ def write_images(folder: Path) -> None:
                 image.save(folder / part / name / f"{number}.jpg")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_it_learns_and_resumes_from_its_checkpoint_bitwise(tmp_path):
     write_images(tmp_path / "data")
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"

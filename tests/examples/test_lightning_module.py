@@ -29,7 +29,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_it_learns_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     flags = ["--precision=fp16", f"--output={tmp_path / 'run'}", "--log-steps=11"]
     found, shown = run(*flags, "--epochs=3", f"--log-dir={tmp_path / 'logs'}")

@@ -15,7 +15,7 @@ pytest.importorskip("peft", reason="the extra `tests`")
 SMALL = ["--width=32", "--context=16", "--batch-size=8", "--base-steps=40", "--steps=80", "--lr=0.05", "--json"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_adapters_learn_and_are_saved(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     flags = [*SMALL, "--precision=fp16", f"--output={tmp_path}"]

@@ -44,8 +44,8 @@ def results(*flags: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("precision", "flags"),
     [
-        pytest.param("fp32", ["--optimizer=adamw", "--nosyncfree"], marks=pytest.mark.exhaustive),
-        pytest.param("bf16", ["--optimizer=sgd"], marks=pytest.mark.exhaustive),
+        pytest.param("fp32", ["--optimizer=adamw", "--nosyncfree"], marks=pytest.mark.full),
+        pytest.param("bf16", ["--optimizer=sgd"], marks=pytest.mark.full),
         ("fp16", ["--optimizer=adam", "--policy=gpu"]),
     ],
 )
@@ -165,7 +165,7 @@ def test_wrong_flags_are_explained(flags, message):
     assert message in done.stdout + done.stderr
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("flags", [["--num-processes=2"], ["--spmd"]], ids=["processes", "spmd"])
 def test_several_devices(flags, monkeypatch):
     if "--spmd" in flags:

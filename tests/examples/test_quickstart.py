@@ -19,7 +19,7 @@ def kept() -> Any:
     return nbformat.read(docs_figures.NOTEBOOK, nbformat.current_nbformat)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_it_runs_and_prints_what_is_kept(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "agg")
     losses, *reports = printed(docs_figures.run_notebook())

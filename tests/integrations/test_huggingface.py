@@ -454,7 +454,7 @@ def text_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return logged(made)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_gradient_checkpointing_and_label_smoothing(text_losses: list[float], tmp_path: Path) -> None:
     options = {"bf16": True, "label_smoothing_factor": 0.1, "gradient_checkpointing": True}
     counts = Counts()

@@ -46,7 +46,7 @@ def tokens(words=100, rows=2, length=16):
     return jax.random.randint(jax.random.key(0), (rows, length), 0, words)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_a_flax_transformer_of_24_layers():
     model, words = Transformer(layers=24), tokens()
     weights = model.init(jax.random.key(1), words)

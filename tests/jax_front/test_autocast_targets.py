@@ -63,7 +63,7 @@ def compiled():
         yield compile_for
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_on_v6e_it_costs_what_the_hand_written_model_costs(compiled):
     by_hand, wide = (compiled("v6e", each) for each in ("written by hand", "float32"))
     for name in ("autocast", "autocast of the whole step"):

@@ -7,7 +7,7 @@ import jax_sweep
 import pytest
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_sample_of_all_functions(first):
     names = dict(list(jax_sweep.functions(jax_sweep.MODULES))[first::24])

@@ -73,7 +73,7 @@ def test_programs_on_a_mesh(mesh: str) -> None:
     _check(*(f"{mesh}/{program}" for program in QUICK[mesh]))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("program", [*_table("PROGRAMS"), "training"])
 def test_all_programs(program: str) -> None:
     """The others on all meshes, in one process, which computes the program in float32 once."""
@@ -129,7 +129,7 @@ def test_every_file_runs_on_an_explicit_mesh() -> None:
     assert {name for group in FILES["explicit"] for name in group.split()} == files - OWN_PROCESSES
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize(("mesh", "names"), [(mesh, names) for mesh, groups in FILES.items() for names in groups])
 def test_files_of_this_folder(mesh: str, names: str) -> None:
     """`conftest` enters the mesh for each test, and has what is left out, with reasons."""

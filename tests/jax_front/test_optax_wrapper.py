@@ -143,9 +143,7 @@ def optimized(compilers, optimizers, target):
     return compilers.compile(targets.lower(steps, *arguments, target=target), target).hlo
 
 
-@pytest.mark.parametrize(
-    "target", ["cpu", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("h100", "v6e"))]
-)
+@pytest.mark.parametrize("target", ["cpu", *(pytest.param(name, marks=pytest.mark.full) for name in ("h100", "v6e"))])
 def test_no_optimizer_gets_a_conditional(compilers, target):
     assert conditionals(optimized(compilers, WRAPPED, target)) == []
 

@@ -285,7 +285,7 @@ def test_a_scattered_sum_follows_its_data_and_gradients_stay_float32():
         assert mapped(x, w).dtype == jnp.float32
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_a_decoder_on_eight_devices_trains_as_in_float32():
     run = forked.run(SCRIPT, "50")
     assert run.returncode == 0, run.stderr

@@ -18,14 +18,11 @@ COMPILED_LONG = ("ConvNeXt", "Whisper", "DeBERTa-v2", "Swin", "T5", "Mixtral", "
 
 
 @pytest.mark.parametrize(
-    "low", [pytest.param(False, id="float32"), pytest.param(True, id="bfloat16", marks=pytest.mark.exhaustive)]
+    "low", [pytest.param(False, id="float32"), pytest.param(True, id="bfloat16", marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize(
     "row",
-    [
-        pytest.param(row, id=row.name, marks=[pytest.mark.exhaustive] if row.name in COMPILED_LONG else [])
-        for row in zoo.ROWS
-    ],
+    [pytest.param(row, id=row.name, marks=[pytest.mark.full] if row.name in COMPILED_LONG else []) for row in zoo.ROWS],
 )
 def test_trains_as_on_the_cpu(row: zoo.Row, low: bool) -> None:
     wanted = train(row, "cpu", low)

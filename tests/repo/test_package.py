@@ -59,10 +59,6 @@ def test_workflows_run_what_is_there(path):
     assert set(re.findall(r"pytest .*-m (\w+)", text)) <= marks
 
 
-def test_quick_tests_are_there():
-    assert [path for path in (ROOT / "tests" / "quick.txt").read_text().split() if not (ROOT / path).exists()] == []
-
-
 def test_constraints_pin_every_requirement():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\d.]+", line)] == []

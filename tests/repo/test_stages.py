@@ -1,7 +1,8 @@
-"""What a run without torch_xla leaves to scripts/torch_xla_env.sh, it says."""
+"""What a run leaves out: the default run the crossings of a matrix, one without torch_xla the tests of that engine."""
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -25,3 +26,19 @@ def test_what_is_left_out_is_said(argument, workers, said):
     assert (line in done.stdout) == said, done.stdout
     assert all(name in done.stdout for name in files) == said
     assert line not in done.stdout.splitlines()[-1]  # the last line is pytest's own
+
+
+def collected(*options: str) -> list[list[str]]:
+    """The parts of the names of a test's rows."""
+    test = "tests/lowering/linalg/test_contraction.py::test_folded_transposes"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", *options, test]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, cwd=ROOT)
+    return [line.partition("[")[2].rstrip("]").split("-") for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_the_default_run_has_each_row_of_a_matrix_once():
+    default, everything = collected(), collected("-m", "full or not full")
+    sides = [set(side) for side in zip(*everything, strict=True)]
+    assert len(everything) == math.prod(map(len, sides))
+    assert [set(side) for side in zip(*default, strict=True)] == sides
+    assert len(default) == sum(map(len, sides)) - len(sides) + 1

@@ -120,7 +120,7 @@ def plain(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(MYPY, id="mypy", marks=pytest.mark.exhaustive), pytest.param(PYRIGHT, id="pyright")]
+    "command", [pytest.param(MYPY, id="mypy", marks=pytest.mark.full), pytest.param(PYRIGHT, id="pyright")]
 )
 def test_a_users_program(command, tmp_path):
     shown, refused = check(command, tmp_path, PROGRAM)

@@ -56,7 +56,7 @@ def test_a_save_goes_on_to_its_end_after_an_exception(device, tmp_path):
     }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("end", ["ends", "exits"])
 def test_a_save_as_the_last_statement(tmp_path, end):
     done = ended(tmp_path, end)
@@ -71,7 +71,7 @@ def test_a_save_that_fails_at_the_end_makes_the_status_nonzero(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_a_failure_that_wait_reported_leaves_the_status_alone(tmp_path):
     done = ended(tmp_path, "reported")
     assert (done.returncode, done.stdout) == (0, "reported\n"), done.stderr

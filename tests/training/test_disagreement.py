@@ -66,7 +66,7 @@ def test_a_read_an_early_end_and_a_killed_process_end_in_errors_that_name_proces
     says(found["kill"][0], "process 1 (", "has ended without a word: it was killed")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_other_programs_and_other_versions_are_errors_on_both():
     found = run("shape", "order", "optimizer", "evaluate", "version")
     for each in (each for case in ("shape", "order", "optimizer", "evaluate") for each in found[case]):
@@ -75,7 +75,7 @@ def test_other_programs_and_other_versions_are_errors_on_both():
         says(each, f"cannot train with process {1 - rank} (", "version of xla_amp is ", "'0.0.1'")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_a_process_that_is_slow_is_waited_for_and_one_that_ends_or_is_too_late_is_named():
     """Some wait for 20 s; all run at a time."""
     found = run("raise", "kill first", "slow", "stop", "stopped too long", "late")
@@ -94,7 +94,7 @@ def test_a_process_that_is_slow_is_waited_for_and_one_that_ends_or_is_too_late_i
     assert (status, re.search(r"process 0 \(.*\) has ended, so process 1 \(.*\) ends", text) is not None) == (1, True)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_torchrun_starts_a_killed_job_again_and_it_ends_as_an_undisturbed_one(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     # The agent looks so late that the process that lives has ended by itself.

@@ -12,7 +12,7 @@ import pytest
 PROGRAM = Path(__file__).with_name("flag_program.py")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_a_flag_of_one_process_skips_the_step_in_all(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "60"}
     done = forked.run(PROGRAM, tmp_path, environment=environment, copies=True)

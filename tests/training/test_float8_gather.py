@@ -35,7 +35,7 @@ def gathered(hlo: str) -> dict[str, int]:
     return dict(found)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_weights_are_gathered_in_8_bits(written) -> None:
     if not targets.available("h100"):
         pytest.skip("the compiler for h100 is not installed")
@@ -48,7 +48,7 @@ def test_weights_are_gathered_in_8_bits(written) -> None:
             assert collectives(hlo)["all-reduce", "bf16"] < 64, front
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("front", FRONTS)
 def test_values_are_those_of_one_device(written, front: str) -> None:
     result, *gradients = written[1][front]

@@ -126,7 +126,7 @@ LARGE = [(8192, 8192), (4096, 8192)]
 ON_TPU = {"_fused_sgd_": 2, "_fused_adam_": 3}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("name", ON_TPU)
 def test_updates_move_the_least_on_a_tpu(name):
     if not targets.available("v6e"):

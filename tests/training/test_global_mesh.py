@@ -11,7 +11,7 @@ from pathlib import Path
 import forked
 import pytest
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.full
 PROGRAM = Path(__file__).with_name("global_mesh_program.py")
 FORMS = {
     "fsdp+tp": (2, 2, '{"data": 2, "model": 2}', "fsdp+tp"),

@@ -56,7 +56,7 @@ def compiled(tmp_path_factory):
         return {target: compilers.compile((folder / f"{kind}.mlir").read_text(), target).hlo for target, kind in pairs}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_sharded_weights_of_all_kinds_are_reduced_in_float32_on_h100(compiled):
     found = collectives(compiled["h100"])
@@ -65,7 +65,7 @@ def test_sharded_weights_of_all_kinds_are_reduced_in_float32_on_h100(compiled):
     assert len(re.findall(COLLECTIVE, compiled["h100"])) == 3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_sharded_weights_of_all_kinds_are_reduced_in_float32_on_v5e(compiled):
     """XLA:TPU adds in rings; 8 filters do not divide over 16 chips."""

@@ -14,7 +14,7 @@ from xla_amp.lazy.programs import execute
 SHAPE = (8, 64, 28, 28)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.skipif(not targets.available("v6e"), reason="no compiler for a TPU here")
 def test_a_normalized_relu_is_made_again_and_not_kept():
     execute.clear_programs()
@@ -32,7 +32,7 @@ def test_a_normalized_relu_is_made_again_and_not_kept():
     assert between_kernels(hlo, SHAPE) == {"bf16": 3, "f32": 1}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.skipif(not targets.available("v5p"), reason="no compiler for a TPU here")
 def test_no_weight_is_copied():
     execute.clear_programs()

@@ -49,7 +49,7 @@ def test_each_weight_is_gathered_once_in_bfloat16_and_its_gradient_scattered_in_
     assert found["reduce-scatter", "f32"] >= 0.9 * (split - positions) / DEVICES
 
 
-@pytest.mark.parametrize("target", ["h100", pytest.param("v5p", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("target", ["h100", pytest.param("v5p", marks=pytest.mark.full)])
 def test_a_device_holds_its_part_and_no_other_devices_activations(compiled, target):
     program, split = compiled(target)
     state = 3 * 4 * split / DEVICES  # weight and two moments in float32

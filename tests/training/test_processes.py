@@ -31,7 +31,7 @@ from xla_amp.errors import EngineError, PolicyError
 from xla_amp.lazy.distributed import consistency
 
 PROGRAM = Path(__file__).with_name("replica_program.py")
-WORLDS = [2, pytest.param(4, marks=pytest.mark.exhaustive)]
+WORLDS = [2, pytest.param(4, marks=pytest.mark.full)]
 
 
 def start(*arguments, copies=False):
@@ -233,7 +233,7 @@ def test_when_one_fails_the_others_end_and_the_error_has_its_number(tmp_path):
     assert "this one has had enough" in done.stderr
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_a_process_that_is_killed_ends_the_others_and_the_run_goes_on_from_its_checkpoint(tmp_path):
     seed = secrets.randbelow(1 << 30)
     done = start(str(tmp_path), "2", "kill", str(seed))
@@ -248,7 +248,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_run_goes_on_from_its_c
         assert found["resumed"] == found["never ended"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_without_a_launcher_the_others_end_within_the_timeout(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

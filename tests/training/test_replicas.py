@@ -12,7 +12,7 @@ import pytest
 import torch
 from replicas_program import MODES, RULES
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.full
 
 PROGRAM = Path(__file__).with_name("replicas_program.py")
 CALLS = ("xm.reduce_gradients", "xm.optimizer_step", "jax")

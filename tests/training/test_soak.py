@@ -11,7 +11,7 @@ from source_tree import ROOT
 from xla_amp.common import config
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_disturbed_training_equals_undisturbed_training_bit_for_bit() -> None:
     script, environment = ROOT / "tests" / "helpers" / "soak_training.py", config.child_environment({})
     run = forked.run(script, "--steps", "130", environment=environment, warnings="ignore")

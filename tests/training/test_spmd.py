@@ -21,7 +21,7 @@ from xla_amp import xla_model
 from xla_amp.errors import DeviceError, FileError, MissingLibraryError
 from xla_amp.lazy.distributed import checkpoint
 
-LONG = [pytest.param(layout, marks=pytest.mark.exhaustive) for layout in ("sharded", "tensor")]
+LONG = [pytest.param(layout, marks=pytest.mark.full) for layout in ("sharded", "tensor")]
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def test_a_step_is_one_executable_without_host_sync(layout):
     assert run(layout)["steady"] == {"executions": 1, "compilations": 0, "host_syncs": 0}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_collectives():
     assert run("single")["collectives"] == {}
     assert set(run("data")["collectives"]) == {"all-reduce"}
@@ -66,7 +66,7 @@ def test_collectives():
     assert set(run("tensor")["collectives"]) <= {"all-reduce", "all-gather"}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_memory_falls_with_the_number_of_devices():
     """Of parameters and of the optimizer's state, which follows them."""
     assert run("data")["shards"]["0.weight"] == [1, 1]
@@ -80,9 +80,7 @@ def test_memory_falls_with_the_number_of_devices():
     }
 
 
-@pytest.mark.parametrize(
-    ("layout", "devices"), [pytest.param("sharded", "4", marks=pytest.mark.exhaustive), ("single", "1")]
-)
+@pytest.mark.parametrize(("layout", "devices"), [pytest.param("sharded", "4", marks=pytest.mark.full), ("single", "1")])
 def test_a_checkpoint_loads_on_any_number_of_devices(layout, devices):
     """Values to the bit; what follows as on the eight devices that wrote it."""
     wrote = run("sharded")

@@ -12,7 +12,7 @@ import forked
 import pytest
 import targets
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]  # compilers for TPUs, on a machine that may be busy
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]  # compilers for TPUs, on a machine that may be busy
 
 TARGETS = {"h100": ("gpu", 8), "v5e": ("tpu", 16)}
 PROGRAM = Path(__file__).with_name("target_program.py")

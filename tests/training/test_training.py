@@ -48,7 +48,7 @@ def fp32_losses(network: str, optimizer_name: str, device: Any, library: Any, st
 @pytest.mark.parametrize(
     "library",
     [
-        pytest.param(torch.optim, id="torch.optim", marks=pytest.mark.exhaustive),
+        pytest.param(torch.optim, id="torch.optim", marks=pytest.mark.full),
         pytest.param(xla_amp.syncfree, id="syncfree"),
     ],
 )

@@ -863,7 +863,7 @@ def is_same(one, other):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in PROGRAMS]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in PROGRAMS]
 )
 def test_a_change_counts_or_is_refused(name, device):
     step, change = PROGRAMS[name]()
@@ -1055,7 +1055,7 @@ def structure(rng, depth, places):
     return new
 
 
-@pytest.mark.parametrize("cases", [60, pytest.param(1000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("cases", [60, pytest.param(1000, marks=pytest.mark.full)])
 def test_random_changes_are_never_stale(cases, device):
     rng = random.Random(cases)
     x = torch.ones(2, device=device)

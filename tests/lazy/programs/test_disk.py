@@ -122,7 +122,7 @@ print(partial)
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_fifty_kills_leave_complete_files(tmp_path: Path) -> None:
     done = forked.run(tmp_path, program=KILLS, warnings="error")
     assert done.returncode == 0, done.stderr

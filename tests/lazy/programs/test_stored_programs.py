@@ -117,7 +117,7 @@ def test_programs_on_a_mesh_are_stored(tmp_path: Path) -> None:
     assert warm["programs_loaded"] == cold["compilations"] > 0
 
 
-@pytest.mark.parametrize("sharded", ["", pytest.param("sharded", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("sharded", ["", pytest.param("sharded", marks=pytest.mark.full)])
 def test_programs_of_several_processes_are_stored(tmp_path: Path, sharded: str) -> None:
     environment = {**os.environ, "XLA_AMP_CACHE": str(tmp_path / "cache")}
     if sharded:
@@ -299,7 +299,7 @@ sys.exit(any(process.exitcode for process in started))
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_eight_processes_that_start_at_once(tmp_path: Path) -> None:
     named = {**os.environ, "XLA_AMP_CACHE": str(tmp_path / "cache")}
     done = forked.run(PROGRAM, tmp_path, program=STARTS, environment=named, warnings="error")

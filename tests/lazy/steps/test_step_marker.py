@@ -245,7 +245,7 @@ def _resident() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["zero_grad_after", "losses_kept_on_the_device", "no_module_and_no_upload"])
 def test_memory_does_not_grow(device: torch.device, name: str) -> None:
     body = LOOPS[name][0]()

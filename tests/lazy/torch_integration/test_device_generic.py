@@ -44,7 +44,7 @@ from xla_amp.lazy.steps import step_marker
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's, on every device
 
 ALWAYS = {"nn.Linear", "nn.Conv2d", "nn.BatchNorm2d", "nn.GRUCell", "nn.SmoothL1Loss", "AdamW", "SGD"}
-"""Entries that every run of the suite tests; the others are marked exhaustive."""
+"""Entries that every run of the suite tests; the others are marked full."""
 
 SAMPLES = int(os.environ.get("DEVICE_TEST_SAMPLES", "2"))
 """How many of a module's inputs are tested, evenly spaced, and sets of options of an optimizer; 0 for all."""
@@ -81,7 +81,7 @@ class _Marked:
         made = super()._parametrize_test(test, generic_cls, device_cls)  # type: ignore[misc]
         for wrapper, name, kwargs, decorators in made:
             entry = next(value for key, value in kwargs.items() if key.endswith("_info")).name
-            marks = [] if entry in ALWAYS else [pytest.mark.exhaustive]
+            marks = [] if entry in ALWAYS else [pytest.mark.full]
             if why := KNOWN.get((test.__name__, entry)):
                 marks.append(pytest.mark.xfail(reason=why, strict=True))
             yield wrapper, name, kwargs, lambda given, old=decorators, new=marks: [*old(given), *new]

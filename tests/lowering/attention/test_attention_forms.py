@@ -522,7 +522,7 @@ def test_a_program_for_a_tpu_has_three_kernels_for_all_its_layers_and_no_score_m
 
 
 @pytest.mark.skipif(not targets.available("v5e"), reason="no compiler for a TPU here")
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("form", "dtype", "features", "scale"),
     [

@@ -130,7 +130,7 @@ def test_a_step_with_an_infinity_is_skipped_and_no_other(device, rules):
     assert all(torch.isfinite(each).all() for each in weights)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_every_product_of_gpt2_is_in_8_bits_on_gpus(device):
     """Forward, and gradient of the data; not the tied head, and not the gradients of the weights."""
     transformers = pytest.importorskip("transformers")

@@ -158,7 +158,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_spmd():
     environment = config.child_environment(
         {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
@@ -177,7 +177,7 @@ def test_launch_in_this_process(monkeypatch):
     assert seen == [(0, 1), (0, 2), (0, 3)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("count", [1, 2])
 def test_launch(tmp_path, count):
     (tmp_path / "program.py").write_text(LAUNCH)

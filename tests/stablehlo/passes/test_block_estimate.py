@@ -31,7 +31,7 @@ def step() -> str:
     return str(jax.jit(jax.value_and_grad(loss)).lower(parameters, data, data).as_text())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_step_of_a_block_on_v6e() -> None:
     if not available("v6e"):
         pytest.skip("libtpu, TPU's compiler, is not installed")

@@ -117,7 +117,7 @@ def test_an_original_cast_moves_only_for_an_earlier_user():
     assert autocast(converted).text() == converted.text()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_the_hash_seed_changes_nothing():
     program = "import sys, hashlib; from xla_amp.stablehlo import autocast; "
     program += "print(hashlib.sha256(autocast(sys.stdin.read()).bytecode()).hexdigest())"

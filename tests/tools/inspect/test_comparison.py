@@ -169,7 +169,7 @@ def test_overflow_in_the_low_program_is_counted():
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("function", "cond", "gradient")),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("function", "cond", "gradient")),
         *("scan", "scatter and gather", "a large constant"),
     ],
 )

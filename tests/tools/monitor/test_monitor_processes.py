@@ -10,7 +10,7 @@ import forked
 import pytest
 from monitor_program import BAD, BAD_RANK, ELEMENT
 
-pytestmark = pytest.mark.exhaustive  # four processes
+pytestmark = pytest.mark.full  # four processes
 PROGRAM = Path(__file__).with_name("monitor_program.py")
 
 

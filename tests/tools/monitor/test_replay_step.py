@@ -77,7 +77,7 @@ def train(directory, captured: bool, steps: int = 12, **options):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(False, marks=pytest.mark.exhaustive), True],
+    params=[pytest.param(False, marks=pytest.mark.full), True],
     ids=["recorded", "captured"],
 )
 def kept(request, tmp_path_factory):

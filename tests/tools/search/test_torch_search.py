@@ -141,7 +141,7 @@ def test_nothing_that_the_step_changes_is_left_changed():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_a_model_without_a_loss_is_compared_by_its_result():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
