@@ -1,24 +1,20 @@
 """What `xla_amp.monitor` costs: executables, host syncs, bytes and FLOPs of a training step with and without it.
 
-Bytes and FLOPs are XLA's own analysis of the compiled programs; the step is float16 with a scaler, captured.  With
---rounds, steps are also timed, interleaved.  A monitor that samples one step in N costs, on average,
-((N - 1) x "other step" + "sampled step") / N.
+Bytes and FLOPs are XLA's own analysis of the compiled programs; the step is float16 with a scaler, captured.
 
-    python benchmarks/monitor_cost.py [--model GPT-2] [--size small] [--rounds 7] [--sample 50] [--json] [--write]
+    python benchmarks/monitor_cost.py [--model GPT-2] [--size small] [--json] [--write]
 
-With --write, which needs --rounds, the model's row of results/monitor is replaced.
+With --write the model's row of results/monitor is replaced.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from results import RESULTS, interleaved, machine, write_json, write_markdown
+from results import RESULTS, machine, write_json, write_markdown
 from workloads import WORKLOADS
 
 import xla_amp
@@ -26,9 +22,9 @@ from xla_amp.lazy.programs import execute
 
 
 class Trainer:
-    """A model with its step, and a monitor if `sample` is given: then statistics in each `sample`-th step."""
+    """A model with its step, watched by a monitor or not."""
 
-    def __init__(self, workload: Any, sample: int | None) -> None:
+    def __init__(self, workload: Any, monitored: bool) -> None:
         self.device = xla_amp.xla_device()
         self.model = workload.torch_model().to(self.device)
         make = {"adamw": xla_amp.syncfree.AdamW, "sgd": xla_amp.syncfree.SGD}[workload.optimizer]
@@ -36,9 +32,7 @@ class Trainer:
         self.scaler = xla_amp.GradScaler(init_scale=1024.0)
         self.batch = [tensor.to(self.device) for tensor in workload.torch_batch()]
         self.step = xla_amp.compile(self._step, strict=True)
-        self.monitor = None
-        if sample is not None:
-            self.monitor = xla_amp.monitor(self.model, self.optimizer, self.scaler, sample=sample)
+        self.monitor = xla_amp.monitor(self.model, self.optimizer, self.scaler) if monitored else None
 
     def _step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -49,24 +43,20 @@ class Trainer:
         self.scaler.update()
         return loss.detach()
 
-    def __call__(self) -> float:
-        """Runs one step; its seconds, execution included."""
-        start = time.perf_counter()
+    def __call__(self) -> None:
+        """Runs one step, execution included."""
         if self.monitor is None:
             self.step(*self.batch)
         else:
             with self.monitor.step(*self.batch) as running:
                 running.loss = self.step(*self.batch)
         xla_amp.sync(wait=True)
-        return time.perf_counter() - start
 
 
 def measured(trainer: Trainer, steps: int) -> dict[str, float]:
     """Counts of one step, and XLA's analysis of the program that ran last; the first steps compile."""
-    started = time.perf_counter()
     for _ in range(4):
         trainer()
-    seconds = time.perf_counter() - started
     before = xla_amp.metrics()
     for _ in range(steps):
         trainer()
@@ -75,13 +65,7 @@ def measured(trainer: Trainer, steps: int) -> dict[str, float]:
     counts["host_syncs"] -= 1  # the wait of this script
     program = max(execute.programs(), key=lambda each: each.used)
     costs = program.lower().compile().cost_analysis()
-    return {
-        **counts,
-        "bytes": costs["bytes accessed"],
-        "flops": costs["flops"],
-        "operations": program.operations,
-        "first steps, s": seconds,
-    }
+    return {**counts, "bytes": costs["bytes accessed"], "flops": costs["flops"], "operations": program.operations}
 
 
 def write(row: dict[str, Any]) -> None:
@@ -100,24 +84,17 @@ def write(row: dict[str, Any]) -> None:
 
 
 MODELS = ("GPT-2", "ResNet-50")
-HEADINGS = (
-    "model", "executables a step", "host syncs", "bytes", "FLOPs", "time of a sampled step", "of another step",
-    "first four steps, s",
-)  # fmt: skip
+HEADINGS = ("model", "executables a step", "host syncs", "bytes", "FLOPs")
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """A row as text."""
-    without, other, sampled = row["first_steps"]
     return (
         f"{row['model']}, {row['shape']}",
         f"{row['executions']:g}",
         f"{row['host_syncs']:g}",
         f"{row['bytes']:+.1%}",
         f"{row['flops']:+.1%}",
-        f"{row['sampled_step']:+.0%}",
-        f"{row['other_step']:+.0%}",
-        f"{without:.2g} without; {other:.2g} and {sampled:.2g} with",
     )
 
 
@@ -125,54 +102,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="GPT-2", help="name of a row of benchmarks/workloads.py")
     parser.add_argument("--size", default="small", choices=("tiny", "small", "full"))
-    parser.add_argument("--rounds", type=int, default=0, help="timed steps of each contestant")
-    parser.add_argument("--sample", type=int, default=50, help="steps between two with statistics, for the averages")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--write", action="store_true", help="replace the model's row in results")
     options = parser.parse_args()
-    if options.write and not (options.rounds and options.size == "small"):
-        parser.error("--write records a timed run of the size small: --size small --rounds 7")
+    if options.write and options.size != "small":
+        parser.error("--write records a run of the size small")
     workload = WORKLOADS[options.size][options.model]
-    trainers = {
-        "without": Trainer(workload, None),
-        "other step": Trainer(workload, 10**9),  # only its first step has statistics
-        "sampled step": Trainer(workload, 1),
-    }
-    rows = {name: measured(trainer, 3) for name, trainer in trainers.items()}
-    if options.rounds:
-        contestants: dict[str, Callable[[], float]] = dict(trainers)
-        for name, seconds in interleaved(contestants, options.rounds).items():
-            rows[name]["seconds"] = seconds
-    base, other, sampled = rows.values()
-    averages = {
-        name: ((options.sample - 1) * other[name] + sampled[name]) / options.sample / base[name] - 1
-        for name in ("bytes", "flops", "seconds")
-        if name in base
-    }
+    rows = {name: measured(Trainer(workload, name == "with"), 3) for name in ("without", "with")}
+    base, watched = rows.values()
+    more = {name: watched[name] / base[name] - 1 for name in ("bytes", "flops")}
+    counts = {name: watched[name] for name in ("executions", "host_syncs")}
     if options.write:
-        write(
-            {
-                "model": options.model,
-                "shape": workload.shape,
-                "executions": sampled["executions"],
-                "host_syncs": sampled["host_syncs"],
-                "bytes": averages["bytes"],
-                "flops": averages["flops"],
-                "sampled_step": sampled["seconds"] / base["seconds"] - 1,
-                "other_step": other["seconds"] / base["seconds"] - 1,
-                "first_steps": [base["first steps, s"], other["first steps, s"], sampled["first steps, s"]],
-            }
-        )
+        write({"model": options.model, "shape": workload.shape, **counts, **more})
     if options.json:
-        print(json.dumps({"machine": machine(), "model": workload.shape, "rows": rows, "average": averages}))
+        print(json.dumps({"machine": machine(), "model": workload.shape, "rows": rows, "more": more}))
         return
     print(machine())
     print(f"{options.model}: {workload.shape}")
     for name in base:
         print(f"{name:<16}" + "".join(f"{rows[row][name]:>18,.4g}" for row in rows))
     print(" " * 16 + "".join(f"{row:>18}" for row in rows))
-    for name, share in averages.items():
-        print(f"{name}: {share:+.2%} on average with sample={options.sample}")
 
 
 if __name__ == "__main__":

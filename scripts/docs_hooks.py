@@ -82,8 +82,6 @@ MODULES = (
     "xla_amp.integrations.lightning",
     "xla_amp.integrations.torchmetrics",
     "xla_amp.integrations.trainer_monitor",
-    "xla_amp.tools.monitor.advice",
-    "xla_amp.tools.monitor.bad_step",
     "xla_amp.tools.monitor.history",
     "xla_amp.tools.monitor.sinks",
 )

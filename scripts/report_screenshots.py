@@ -114,7 +114,7 @@ def monitor(page: Path) -> None:
     device = xla_amp.xla_device()
     model, tokens = GPT().to(device), torch.randint(0, 64, (4, 16)).to(device)
     optimizer, scaler = torch.optim.AdamW(model.parameters(), 1e-3), xla_amp.GradScaler(device)
-    recorder = xla_amp.monitor(model, optimizer, scaler, sample=1, layers=["h.*.attn", "h.*.mlp", "head"])
+    recorder = xla_amp.monitor(model, optimizer, scaler, layers=["h.*.attn", "h.*.mlp", "head"])
     for _ in range(60):
         with recorder.step(tokens) as step:
             optimizer.zero_grad()
@@ -126,7 +126,7 @@ def monitor(page: Path) -> None:
         with torch.no_grad():
             model.h[2].attn.proj.weight.mul_(1.2)  # type: ignore[union-attr,operator]
     recorder.read()
-    recorder.to_html(page)
+    recorder.history.to_html(page)
     recorder.close()
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     # What type checkers and IDEs read. `_PUBLIC` and `_MODULES` load the same names at run time, on first use.
     from xla_amp import checkpoint as checkpoint
     from xla_amp import errors as errors
-    from xla_amp import integrations as integrations
     from xla_amp import jax as jax
     from xla_amp import lowering as lowering
     from xla_amp import policy as policy
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from xla_amp.pytorch.distributed.xla_model import xla_device as xla_device
     from xla_amp.pytorch.optim.grad_scaler import GradScaler as GradScaler
     from xla_amp.tools.explain.on_pytorch import explain as explain
-    from xla_amp.tools.monitor.on_pytorch.monitor import monitor as monitor
+    from xla_amp.tools.monitor.on_pytorch import monitor as monitor
     from xla_amp.tools.overflow.on_pytorch import find_overflow as find_overflow
     from xla_amp.tools.search.on_pytorch import search as search
 
@@ -75,7 +74,7 @@ _PUBLIC = {
     "make_mesh": "xla_amp.lazy.distributed.spmd",
     "mark_sharding": "xla_amp.lazy.distributed.spmd",
     "metrics": "xla_amp.backends.base",
-    "monitor": "xla_amp.tools.monitor.on_pytorch.monitor",
+    "monitor": "xla_amp.tools.monitor.on_pytorch",
     "pad_batch": "xla_amp.pytorch.data.buckets",
     "pad_to_bucket": "xla_amp.pytorch.data.buckets",
     "search": "xla_amp.tools.search.on_pytorch",
@@ -88,7 +87,6 @@ _PUBLIC = {
 _MODULES = {
     "checkpoint": "xla_amp.checkpoint",
     "errors": "xla_amp.errors",
-    "integrations": "xla_amp.integrations",
     "jax": "xla_amp.jax",
     "lowering": "xla_amp.lowering",
     "policy": "xla_amp.policy",
@@ -100,11 +98,7 @@ _MODULES = {
 }
 """Public module -> its full name."""
 
-_WITHOUT_TORCH = ("errors", "explain", "integrations", "jax", "lowering", "policy", "stablehlo")
-"""Public names that need no PyTorch."""
-
 __all__ = ["__version__", *sorted((*_PUBLIC, *_MODULES))]
-__all__ = _renamed.importable(__all__, (_PUBLIC | _MODULES).keys() - _WITHOUT_TORCH)
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 

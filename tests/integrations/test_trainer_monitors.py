@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from xla_amp.tools.monitor import bad_step
-from xla_amp.tools.monitor.history import ValueKey
+from xla_amp.tools.monitor.on_pytorch import RunningStep
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the trainers' own
 
@@ -24,16 +23,28 @@ def data(count: int = 8):
     return x, torch.randint(0, 3, (2 * count,))
 
 
-def check(monitor, directory):
-    assert [record.step for record in monitor.history.steps] == [0, 1, 2, 3]
-    assert all(math.isfinite(record.loss) for record in monitor.history.steps[:2])
-    assert not math.isfinite(monitor.history.steps[2].loss)
-    assert any(key.kind == "gradient" for key in monitor.history.steps[0].statistics)
-    assert monitor.bad_step == bad_step.folder(directory, 2, 0)
-    return torch.load(monitor.bad_step / "batch.pt", weights_only=True)["batch"]
+@pytest.fixture
+def batches(monkeypatch):
+    """What each step would be kept with."""
+    found, end = [], RunningStep.end
+
+    def recorded(step, *given):
+        found.append(step.batch)
+        end(step, *given)
+
+    monkeypatch.setattr(RunningStep, "end", recorded)
+    return found
 
 
-def test_lightning(tmp_path):
+def check(history):
+    assert history.of("step") == [0, 1, 2, 3]
+    assert [math.isfinite(loss) for loss in history.of("loss")[:3]] == [True, True, False]
+    assert history.of("bad")[:3] == [False, False, True]
+    assert set(history.steps[2].nonfinite) == {"body.weight", "body.bias"}
+    assert "body" in history.steps[0].largest
+
+
+def test_lightning(tmp_path, batches):
     lightning = pytest.importorskip("lightning", reason="the extra `lightning`")
     from xla_amp.integrations.lightning import MonitorCallback
 
@@ -48,20 +59,19 @@ def test_lightning(tmp_path):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    recorder = MonitorCallback(directory=tmp_path / "run", sample=1)
+    recorder = MonitorCallback(layers="body")
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", accumulate_grad_batches=2, callbacks=[recorder], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
     )  # fmt: skip
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data()), batch_size=2)
     trainer.fit(Net(), loader)
-    batches = check(recorder.monitor, tmp_path / "run")
-    assert [len(batch) for batch in batches] == [2, 2]
-    assert batches[1][0].isinf().any()
-    assert ValueKey("body", "activation") in recorder.monitor.history.steps[0].statistics
+    check(recorder.monitor.history)
+    assert [len(batch) for batch in batches[2]] == [2, 2]
+    assert batches[2][1][0].isinf().any()
 
 
-def test_transformers(tmp_path):
+def test_transformers(tmp_path, batches):
     transformers = pytest.importorskip("transformers", reason="the extra `huggingface`")
     from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -76,7 +86,7 @@ def test_transformers(tmp_path):
             logits = self.body(x)
             return SequenceClassifierOutput(loss=F.cross_entropy(logits, labels), logits=logits)
 
-    recorder = MonitorCallback(directory=tmp_path / "run", sample=1)
+    recorder = MonitorCallback(layers="body")
     arguments = transformers.TrainingArguments(
         tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=1, use_cpu=True,
         report_to=[], save_strategy="no", max_grad_norm=0.0, logging_steps=1000, disable_tqdm=True,
@@ -89,6 +99,6 @@ def test_transformers(tmp_path):
             return torch.utils.data.SequentialSampler(rows)
 
     InOrder(Net(), arguments, train_dataset=rows, callbacks=[recorder]).train()
-    batches = check(recorder.monitor, tmp_path / "run")
-    assert [sorted(batch) for batch in batches] == [["labels", "x"]] * 2
-    assert batches[1]["x"].isinf().any()
+    check(recorder.monitor.history)
+    assert [sorted(batch) for batch in batches[2]] == [["labels", "x"]] * 2
+    assert batches[2][1]["x"].isinf().any()

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, auto_axes, explicit_axes, reshard
 from jax.sharding import PartitionSpec as P
 
-from xla_amp.jax import LossScale, autocast, monitor, observe, skip_nonfinite, value_and_grad
+from xla_amp.jax import LossScale, autocast, monitor, skip_nonfinite, statistics, value_and_grad
 
 E, A = AxisType.Explicit, AxisType.Auto
 MESHES = {
@@ -315,21 +315,23 @@ def train(mesh):
 
     @jax.jit
     def step(w, state, scale, x):
-        value, grads, finite, scale = scaled(scale, w, x)
-        updates, state = optimizer.update(observe("gradient", grads), state, w, finite=finite)
-        return optax.apply_updates(w, updates), state, scale, observe("loss", value)
+        value, grads, finite, new_scale = scaled(scale, w, x)
+        updates, state = optimizer.update(grads, state, w, finite=finite)
+        found = statistics(grads, loss=value, loss_scale=scale, skipped=~state.finite)
+        return optax.apply_updates(w, updates), state, new_scale, value, found
 
     with jax.set_mesh(mesh):
         w, x = arguments(mesh)
         state, scale = optimizer.init(w), LossScale.dynamic(1024.0)
-        watched, weights, values = monitor(step, sample=1), [w], []
+        recorder, weights, values = monitor(), [w], []
         for number in range(3):
-            w, state, scale, value = watched(w, state, scale, x * jnp.where(number == 1, jnp.inf, 1.0))
+            w, state, scale, value, found = step(w, state, scale, x * jnp.where(number == 1, jnp.inf, 1.0))
+            recorder.record(found)
             weights.append(w)
             values.append(float(value))
         same = all(jax.tree.leaves(jax.tree.map(np.array_equal, weights[1], weights[2])))
         moved = jax.tree.map(lambda a, b: not a.sharding.is_equivalent_to(b.sharding, a.ndim), weights[0], w)
-        steps = watched.read().steps
+        steps = recorder.read().steps
     return {
         "scale": float(scale.value),
         "skipped": int(scale.skipped),

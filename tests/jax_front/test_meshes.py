@@ -81,34 +81,6 @@ def test_all_programs(program: str) -> None:
     _check(*(f"{mesh}/{program}" for mesh in meshes if program not in QUICK.get(mesh, ())))
 
 
-SUMS = """
-import os
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-import jax, numpy as np
-from jax.sharding import PartitionSpec as P
-from xla_amp.lowering.training.statistics import sums
-
-mesh = jax.make_mesh((2, 2), ("a", "b"))
-with jax.set_mesh(mesh):
-    both = ("a", "b")
-    for shape, split in (((64,), P(both)), ((8, 132), P(None, both)), ((4, 66), P("a", "b")), ((4,), P("a"))):
-        value = np.random.RandomState(0).randn(*shape).astype(np.float32)
-        value.flat[:2] = np.inf, np.nan
-        found = jax.jit(sums)(jax.device_put(value, split), 0.25)
-        finite = np.where(np.isfinite(value), abs(value), 0)
-        counts = (finite > 0) & (finite <= 0.25), finite > 0, np.isinf(value), np.isnan(value)
-        wanted = [finite.max(), np.square(finite).sum(), *(each.sum() for each in counts), value.size]
-        np.testing.assert_allclose(found, wanted, rtol=1e-5)
-print("equal")
-"""
-
-
-def test_sums_of_a_monitor_on_an_explicit_mesh() -> None:
-    """Also of an axis whose parts are no multiple of the blocks that are added."""
-    run = forked.run(program=SUMS, environment={**os.environ, "JAX_PLATFORMS": "cpu"})
-    assert run.stdout.strip() == "equal", run.stderr[-3000:]
-
-
 FILES = {
     "explicit": (
         "autocast_functions second_derivatives",

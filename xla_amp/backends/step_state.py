@@ -87,7 +87,7 @@ class StepState:
         optimizers = [value for value in self._objects.values() if isinstance(value, Optimizer)]
         self._optimizers = [OptimizerState(optimizer) for optimizer in optimizers]
         self._gradients = [(parameter, parameter.grad) for parameter in gradients]
-        self._generators = _Generators()
+        self._random_state = random_state()
 
     def restore(self) -> None:
         """Restores all of it."""
@@ -97,7 +97,7 @@ class StepState:
             state.restore()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        self._generators.restore()
+        set_random_state(self._random_state)
 
 
 class _Attributes:
@@ -231,24 +231,26 @@ def _equal(one: Any, other: Any) -> bool:
     return one is other or bool(one == other)
 
 
-class _Generators:
+def random_state() -> dict[str, Any]:
     """States of the random generators of Python, of torch's CPU, and of the devices in use."""
+    engine: Any = base.select()
+    found: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
+    if engine.is_started():
+        found["xla"] = engine.get_rng_state()
+    if torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state_all()
+    return found
 
-    def __init__(self) -> None:
-        self._python, self._cpu = random.getstate(), torch.get_rng_state()
-        engine: Any = base.select()
-        self._engine = engine if engine.is_started() else None
-        self._xla = engine.get_rng_state() if self._engine is not None else None
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
-    def restore(self) -> None:
-        """Restores them."""
-        random.setstate(self._python)
-        torch.set_rng_state(self._cpu)
-        if self._engine is not None:
-            self._engine.set_rng_state(self._xla)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restores what `random_state` returned; states of devices that are not in use are left out."""
+    engine: Any = base.select()
+    random.setstate(state["python"])
+    torch.set_rng_state(state["cpu"])
+    if "xla" in state and engine.is_started():
+        engine.set_rng_state(state["xla"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "doctor": "xla_amp.cli.doctor_command",
         "inspect": "xla_amp.cli.inspect_command",
         "compare": "xla_amp.cli.compare_command",
-        "monitor": "xla_amp.cli.monitor_command",
         "policy": "xla_amp.cli.policy_command",
     }
 )
@@ -38,7 +37,8 @@ Every call imports all of these modules, so they import torch and jax only in ``
 _RENAMED: Final = MappingProxyType(
     {
         "overflow": "xla-amp inspect PROGRAM --overflow",
-        "replay": "xla-amp monitor replay DIRECTORY --make MODULE:FUNCTION",
+        "monitor": "xla_amp.find_overflow(step, kept='run/step-40000') in Python",
+        "replay": "xla_amp.find_overflow(step, kept='run/step-40000') in Python",
     }
 )
 """Commands of earlier versions -> what to type instead."""
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; `argv` excludes the program's name. Returns the exit status."""
     given = sys.argv[1:] if argv is None else argv
     if given and given[0] in _RENAMED:
-        print(f"xla-amp: {given[0]} is no command any more; type: {_RENAMED[given[0]]}", file=sys.stderr)
+        print(f"xla-amp: {given[0]} is no command any more; use: {_RENAMED[given[0]]}", file=sys.stderr)
         return 2
     arguments = parser().parse_args(given)
     silent = arguments.quiet or not arguments.on_cpu

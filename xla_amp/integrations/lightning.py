@@ -64,8 +64,7 @@ from xla_amp.pytorch.distributed import gradients, xm_collectives
 from xla_amp.pytorch.distributed import xla_model as xm
 from xla_amp.pytorch.distributed.xla_model import xla_device
 from xla_amp.pytorch.optim.grad_scaler import GradScaler
-from xla_amp.tools.monitor.on_pytorch.monitor import Monitor, monitor
-from xla_amp.tools.monitor.on_pytorch.running_step import MonitoredStep
+from xla_amp.tools.monitor.on_pytorch import Monitor, RunningStep, monitor
 
 NAME = "xla_amp"
 """Name of the accelerator and of the strategy."""
@@ -224,7 +223,7 @@ class MonitorCallback(Callback):
         super().__init__()
         self.options = options
         self.monitor: Monitor | None = None
-        self._step: MonitoredStep | None = None
+        self._step: RunningStep | None = None
         self._block: contextlib.ExitStack | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -240,8 +239,8 @@ class MonitorCallback(Callback):
             self._block = contextlib.ExitStack()
             self._step = self._block.enter_context(self.monitor.step())
             self._steps = trainer.global_step
-        if self._step is not None and self._step.kept is not None:
-            self._step.kept.batch = (*self._step.kept.batch, batch)
+        if self._step is not None:
+            self._step.batch = (*self._step.batch, batch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *rest: Any) -> None:
         """Ends the step if this was its last micro-batch."""

@@ -7,8 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from xla_amp.tools.monitor.on_pytorch.monitor import Monitor, monitor
-from xla_amp.tools.monitor.on_pytorch.running_step import MonitoredStep
+from xla_amp.tools.monitor.on_pytorch import Monitor, RunningStep, monitor
 
 
 class MonitorCallback(TrainerCallback):
@@ -27,7 +26,7 @@ class MonitorCallback(TrainerCallback):
         self.options = options
         self.monitor: Monitor | None = None
         self._block: contextlib.ExitStack | None = None
-        self._step: MonitoredStep | None = None
+        self._step: RunningStep | None = None
         self._handles: list[Any] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -46,8 +45,8 @@ class MonitorCallback(TrainerCallback):
         self._parts = args.gradient_accumulation_steps
 
     def _before(self, model: Any, args: Any, kwargs: Any) -> None:
-        if self._step is not None and self._step.kept is not None and model.training:
-            self._step.kept.batch = (*self._step.kept.batch, dict(kwargs) or args)
+        if self._step is not None and model.training:
+            self._step.batch = (*self._step.batch, dict(kwargs) or args)
 
     def _after(self, model: Any, args: Any, output: Any) -> None:
         loss = getattr(output, "loss", None)

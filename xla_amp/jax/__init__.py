@@ -17,15 +17,14 @@ if TYPE_CHECKING:
     from xla_amp.jax.loss_scale import reduce_gradients as reduce_gradients
     from xla_amp.jax.loss_scale import select as select
     from xla_amp.jax.loss_scale import value_and_grad as value_and_grad
-    from xla_amp.jax.observations import observe as observe
     from xla_amp.jax.optax_wrapper import skip_nonfinite as skip_nonfinite
     from xla_amp.lazy.interop.arrays import from_jax as from_jax
     from xla_amp.lazy.interop.arrays import from_torch as from_torch
     from xla_amp.lazy.interop.arrays import to_jax as to_jax
     from xla_amp.lazy.interop.functional import functional as functional
     from xla_amp.lazy.interop.torch_function import torch_function as torch_function
-    from xla_amp.tools.monitor.on_jax.monitor import monitor as monitor
-    from xla_amp.tools.monitor.on_jax.replay import replay as replay
+    from xla_amp.tools.monitor.on_jax import monitor as monitor
+    from xla_amp.tools.monitor.on_jax import statistics as statistics
     from xla_amp.tools.overflow.on_jax import find_overflow as find_overflow
     from xla_amp.tools.search.on_jax import search as search
 
@@ -36,22 +35,19 @@ _PUBLIC = {
     "from_jax": "xla_amp.lazy.interop.arrays",
     "from_torch": "xla_amp.lazy.interop.arrays",
     "functional": "xla_amp.lazy.interop.functional",
-    "monitor": "xla_amp.tools.monitor.on_jax.monitor",
-    "observe": "xla_amp.jax.observations",
+    "monitor": "xla_amp.tools.monitor.on_jax",
     "reduce_gradients": "xla_amp.jax.loss_scale",
-    "replay": "xla_amp.tools.monitor.on_jax.replay",
     "search": "xla_amp.tools.search.on_jax",
     "select": "xla_amp.jax.loss_scale",
     "skip_nonfinite": "xla_amp.jax.optax_wrapper",
+    "statistics": "xla_amp.tools.monitor.on_jax",
     "to_jax": "xla_amp.lazy.interop.arrays",
     "torch_function": "xla_amp.lazy.interop.torch_function",
     "value_and_grad": "xla_amp.jax.loss_scale",
 }
 """Public name -> module that defines it."""
 
-_NEEDS_TORCH = ("from_jax", "from_torch", "functional", "to_jax", "torch_function")
-
-__all__ = _renamed.importable(sorted(_PUBLIC), _NEEDS_TORCH)
+__all__ = sorted(_PUBLIC)
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 

@@ -17,11 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.common import arguments, events
+from xla_amp.common import events
 from xla_amp.common import loss_scaling as formula
 from xla_amp.errors import PolicyError
 from xla_amp.jax import compat
-from xla_amp.jax.observations import observe
 from xla_amp.policy import PolicyLike, gradient_sums
 from xla_amp.policy.load import default_name
 
@@ -242,7 +241,6 @@ def value_and_grad(
         >>> out.value.dtype, out.grads.dtype, bool(out.finite)
         (dtype('float16'), dtype('float32'), True)
     """
-    arguments.require_function("value_and_grad(fn)", fn, "a function that returns a loss")
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def scaled_value_and_grad(loss_scale: LossScale, *args: _P.args, **kwargs: _P.kwargs) -> ScaledGradients[_T]:
@@ -270,17 +268,15 @@ def value_and_grad(
                 raise TypeError(f"value_and_grad(fn): expected fn to return a real scalar loss, got {got}")
             return loss_scale.scale(loss), result
 
-        used = dataclasses.replace(loss_scale, value=observe("loss_scale", loss_scale.value))
         scaled, value = jax.grad(scaled_loss, has_aux=True)([jnp.asarray(leaves[index]) for index in indices])
-        unscaled = used.unscale(scaled, keep_dtype=keep_dtype)
-        finite = ~observe("skipped", ~all_finite(unscaled, axis_name=axis_name))
+        unscaled = loss_scale.unscale(scaled, keep_dtype=keep_dtype)
+        finite = all_finite(unscaled, axis_name=axis_name)
         grads: list[Any] = [None] * len(leaves)
         for index, gradient in zip(indices, unscaled, strict=True):
             grads[index] = gradient
         gradients = jax.tree.unflatten(tree, grads)
-        gradients = observe("gradient", gradients[0] if isinstance(argnums, int) else gradients)
-        marked: Any = (observe("loss", value[0]), *value[1:]) if has_aux else observe("loss", value)
-        return ScaledGradients(marked, gradients, finite, used.update(finite))
+        gradients = gradients[0] if isinstance(argnums, int) else gradients
+        return ScaledGradients(value, gradients, finite, loss_scale.update(finite))
 
     return scaled_value_and_grad  # type: ignore[return-value]  # also by keyword
 

@@ -1,4 +1,4 @@
-"""Two processes that train with a monitor and replay the step that one of them made bad; for test_monitor_processes.py.
+"""Two processes that train with a monitor and look for the operation of the bad step; for test_monitor_processes.py.
 
 Run as a program it writes what each process saw.
 """
@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 
 import xla_amp
-from xla_amp.tools.monitor import bad_step, history
-from xla_amp.tools.monitor.on_pytorch import replay as replay_step
 
 BAD, BAD_RANK, ELEMENT = 3, 1, 2
 
@@ -42,8 +40,7 @@ def make():
 
 def train(rank, folder):
     model, optimizer, scaler, step = make()
-    run = Path(folder, "run")
-    monitor = xla_amp.monitor(model, optimizer, scaler, directory=run, save_state=True, sample=1)
+    monitor = xla_amp.monitor(model, optimizer, scaler, directory=Path(folder, "run"))
     made = torch.Generator().manual_seed(rank)
     for index in range(6):
         x = torch.randn(4, 4, generator=made)
@@ -52,29 +49,23 @@ def train(rank, folder):
         with monitor.step(x) as running:
             running.loss = step(x)
     monitor.close()
-    bad = bad_step.read(monitor.bad_step)
-    name = "history_rank_1.jsonl" if rank else "history.jsonl"
-    xla_amp.xla_model.rendezvous("kept")
-    found = replay_step.replay(run, make)
     seen = {
-        "step": bad.step,
-        "local": bad.local,
-        "steps": [record.step for record in history.read(run / name).steps],
-        "norms": [record.gradient_norm for record in monitor.history.steps],
-        "differences": found.differences,
-        "compared": found.compared,
+        "kept": str(monitor.kept.relative_to(folder)),
+        "skipped": monitor.history.of("skipped"),
+        "norms": monitor.history.of("gradient_norm"),
+        "largest": dict(monitor.history.steps[BAD].largest),
+        "nonfinite": len(monitor.history.steps[BAD].nonfinite),
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
     xla_amp.launch(train, 2, (sys.argv[1],))
-    report = replay_step.replay(Path(sys.argv[1], "run"), make)
-    seen = {
-        "rank": report.bad.rank,
-        "elements": report.elements,
-        "differences": report.differences,
-        "compared": report.compared,
-        "notes": report.notes,
-    }
-    Path(sys.argv[1], "alone.json").write_text(json.dumps(seen))
+    found = {}
+    for each in range(2):  # in one process, on the file of each
+        run = Path(sys.argv[1], "run", f"step-{BAD}")
+        if each == 1:
+            (run / "rank-0.pt").unlink()
+        first = xla_amp.find_overflow(make()[3], kept=run).first
+        found[each] = first and first.place.module
+    Path(sys.argv[1], "alone.json").write_text(json.dumps(found))

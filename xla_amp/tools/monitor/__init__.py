@@ -1,1 +1,1 @@
-"""`monitor`: statistics of a training run, the first bad step, advice; `replay` of a kept step."""
+"""`monitor`: numbers of a training run, computed on the device; the first bad step is kept for `find_overflow`."""

@@ -2,29 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from xla_amp.common.types import Dtype
-from xla_amp.tools.monitor import history
-from xla_amp.tools.monitor.history import StepRecord
-
-
-class JsonLines:
-    """Appends each record to a file of `xla_amp.tools.monitor.history`; a monitor's ``directory`` has one."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._low: Dtype | None = None
-
-    def __call__(self, record: StepRecord, low: Dtype) -> None:
-        if low != self._low:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._path, "a", encoding="utf-8") as file:
-            if low != self._low:
-                self._low = low
-                history.write_header(file, low)
-            history.write_steps(file, [record])
+from xla_amp.tools.monitor.history import COURSES, StepRecord
 
 
 class TensorBoard:
@@ -43,17 +23,18 @@ class TensorBoard:
             self._writer.add_scalar(name, value, record.step)
 
 
+class WandB:
+    """Writes each record to a run of Weights & Biases, as ``wandb.init()`` gives, or to an object with its ``log``."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def __call__(self, record: StepRecord) -> None:
+        self._run.log(scalars(record), step=record.step)
+
+
 def scalars(record: StepRecord) -> dict[str, float]:
-    """The numbers of a record by name, ``activation/h.0.attn/amax``: what TensorBoard, or W&B's ``log``, takes."""
-    found: dict[str, float] = {}
-    for name in ("loss", "loss_scale", "gradient_norm"):
-        value = getattr(record, name)
-        if value is not None:
-            found[name] = value
-    found["skipped"] = float(record.skipped)
-    for key, row in record.statistics.items():
-        for name in ("amax", "rms", "underflow", "inf", "nan", "headroom", "update_ratio"):
-            value = getattr(row, name)
-            if value is not None:
-                found[f"{key.kind}/{key.layer or 'model'}/{name}"] = value
-    return found
+    """The numbers of a record by name: ``loss``, ``skipped``, ``largest/h.0.attn``, ..."""
+    found = {name: value for name in COURSES if (value := getattr(record, name)) is not None}
+    found |= {"skipped": float(record.skipped), "nonfinite_parameters": float(len(record.nonfinite))}
+    return found | {f"largest/{layer or 'model'}": value for layer, value in record.largest.items()}

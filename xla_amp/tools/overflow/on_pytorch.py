@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 from xla_amp.backends import module_paths
 from xla_amp.backends.places import Place
 from xla_amp.backends.step_state import reachable, restored
-from xla_amp.common import arguments
 from xla_amp.errors import StepError
 from xla_amp.report.document import Column, Document, Finding, Row, State, Table
+from xla_amp.tools.monitor import kept as kept_step
 from xla_amp.tools.overflow.dispatch_modes import (
     GradientRecorder,
     NonfiniteResults,
@@ -92,7 +93,13 @@ class OverflowReport(FoundProducers):
         )
 
 
-def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] = (), **kwargs: Any) -> OverflowReport:
+def find_overflow(
+    step: Callable[..., Any],
+    *args: Any,
+    objects: Iterable[Any] = (),
+    kept: str | os.PathLike[str] | None = None,
+    **kwargs: Any,
+) -> OverflowReport:
     """Finds the operation that produces the first inf or NaN of a training step.  Leaves all state restoring.
 
     Runs the step about three times.  The first run finds operations with nonfinite results, forward, backward and
@@ -111,9 +118,13 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
         *args: for `step`.
         **kwargs: for `step`.
         objects: further modules, optimizers, schedulers and scalers that the step changes.
+        kept: the folder of a bad step that `xla_amp.monitor` kept, ``"run/step-40000"``: the step runs in the state
+            before it, with its random state, and with its batch unless arguments are given.
 
     Raises:
-        StepError: the second run differs from the first, or the step runs no torch operation.
+        StepError: the second run differs from the first, the step runs no torch operation, or it does not reach a
+            model, optimizer and scaler that the kept state fits.
+        FileError: `kept` is no kept step.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([300.0]))
@@ -123,9 +134,12 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
         >>> report.first.place.operation, report.first.made, report.first.inputs[0].largest
         ('mul.Tensor', 'inf', 300.0)
     """
-    arguments.require_function("find_overflow(step)", step, "one iteration of a training loop, as a function")
     step = uncompiled(step)
     found = [*reachable(step, (*args, *kwargs.values())), *objects]
+    if kept is not None:
+        with restored(found):
+            batch = kept_step.restore(kept, found)
+            return find_overflow(step, *(args or batch), objects=objects, **kwargs)
     parameters = _parameters(found)
     low, wide = GradientRecorder(parameters), GradientRecorder(parameters)
     results = NonfiniteResults()

@@ -1,0 +1,121 @@
+"""Records of steps: what is bad, the page and the plot, and where records go."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+
+import pages
+import pytest
+
+from xla_amp.errors import MissingLibraryError
+from xla_amp.tools.monitor.history import History, StepRecord
+from xla_amp.tools.monitor.host_monitor import is_bad
+from xla_amp.tools.monitor.sinks import TensorBoard, WandB, scalars
+
+GOOD = StepRecord(step=1, loss=1.0, loss_scale=2.0, gradient_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "bad"),
+    [
+        ({}, False),
+        ({"loss": None}, False),
+        ({"loss": math.nan}, True),
+        ({"loss": math.inf, "loss_scale": 4.0, "skipped": True}, True),  # a larger scale does not change the loss
+        ({"skipped": True}, True),
+        ({"loss_scale": 4.0, "skipped": True}, False),  # a try of a larger scale
+        ({"loss_scale": None, "skipped": True}, True),
+        ({"gradient_norm": math.inf}, False),  # the scaler decides
+        ({"gradient_norm": math.inf, "loss_scale": None}, True),
+    ],
+)
+def test_which_step_is_bad(changes, bad):
+    assert is_bad(GOOD, dataclasses.replace(GOOD, step=2, **changes)) == bad
+
+
+def test_the_search_for_the_first_scale_is_not_bad():
+    first = dataclasses.replace(GOOD, skipped=True)
+    assert not is_bad(None, first)
+    assert is_bad(None, dataclasses.replace(first, loss=math.inf))
+
+
+def test_a_record_of_numbers_by_name():
+    numbers = {"gradient_norm": 2.0, "skipped": 1.0, "nonfinite/a/b": 1.0, "nonfinite/c": 0.0, "largest/": 3.0}
+    assert StepRecord.of(4, numbers, loss=0.5) == StepRecord(
+        step=4, loss=0.5, skipped=True, gradient_norm=2.0, nonfinite=("a/b",), largest={"": 3.0}
+    )
+
+
+@pytest.fixture
+def history() -> History:
+    steps = [
+        StepRecord(step=step, loss=1.0 / step, loss_scale=2.0**16, gradient_norm=0.5, largest={"h.0": step, "": 1.0})
+        for step in range(100, 110)
+    ]
+    steps[8] = dataclasses.replace(
+        steps[8],
+        loss=math.inf,
+        skipped=True,
+        bad=True,
+        nonfinite=("h.0.w", "h.0.b", "a", "b"),
+        largest={"h.0": math.inf},
+    )
+    return History(steps)
+
+
+def test_the_text_and_the_page_name_bad_steps_and_layers(history):
+    text = str(history)
+    assert text.startswith("step 109, loss 0.0091743, gradient norm 0.5, loss scale 65536\n")
+    assert (
+        "Which steps were bad?\n  1 of 10\n  - step 108: the loss is inf; the first layer with an inf or NaN is h.0; "
+        in text
+    )
+    assert "not finite are the gradients of h.0.w, h.0.b, a, ... (4 parameters)" in " ".join(text.split())
+    page = pages.read(history.page().html())
+    of_layer, of_model = page.tables["Layers"]
+    assert of_layer == {
+        "state": "risk", "layer": "h.0", "largest now": "109", "highest": "109", "in step": "109",
+        "steps not finite": "1",
+    }  # fmt: skip
+    assert (of_model["layer"], of_model["state"]) == ("the model", "")
+    drawn = [known["d"] for tag, known in page.elements if tag == "path"]
+    assert drawn == [f"M{8 / 9 * 300:.1f},0V80"], "the loss that is not finite"
+    assert str(History([])) == "no step has been read yet"
+
+
+def test_the_plot_has_bad_steps_in_red(history, tmp_path, monkeypatch):
+    figure = history.plot(tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "gradient norm", "loss scale"]
+    for axes in figure.axes:
+        course, bad = axes.lines
+        assert list(course.get_xdata()) == list(range(100, 110))
+        assert (list(bad.get_xdata()), bad.get_color()) == ([108, 108], "red")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingLibraryError, match="pip install matplotlib"):
+        history.plot()
+
+
+def test_scalars_by_name_go_to_tensorboard_and_wandb(history):
+    written = []
+
+    class Writer:
+        def add_scalar(self, name, value, step):
+            written.append((step, name, value))
+
+        def log(self, numbers, step):
+            written.extend((step, name, value) for name, value in numbers.items())
+
+    expected = {
+        "loss": math.inf, "gradient_norm": 0.5, "loss_scale": 65536.0, "skipped": 1.0, "nonfinite_parameters": 4.0,
+        "largest/h.0": math.inf,
+    }  # fmt: skip
+    assert scalars(history.steps[8]) == expected
+    assert "largest/model" in scalars(history.steps[0])
+    assert set(scalars(StepRecord(step=0))) == {"skipped", "nonfinite_parameters"}
+    for sink in (TensorBoard(Writer()), WandB(Writer())):
+        sink(history.steps[8])
+        assert written == [(108, name, value) for name, value in expected.items()]
+        written.clear()

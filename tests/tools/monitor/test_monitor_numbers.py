@@ -1,0 +1,379 @@
+"""monitor: numbers equal those of hooks on the CPU; one executable and no host sync in each step."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import xla_amp
+from xla_amp.errors import PolicyError, StepError
+
+
+class Block(nn.Module):
+    def __init__(self, remat: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.remat = nn.Linear(6, 12), nn.Linear(12, 6), remat
+
+    def body(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+    def forward(self, x):
+        return x + (checkpoint(self.body, x, use_reentrant=False) if self.remat else self.body(x))
+
+
+class Net(nn.Module):
+    def __init__(self, remat: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.Sequential(Block(remat))
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.embed(x)))
+
+
+def net(remat: bool = False) -> Net:
+    torch.manual_seed(3)
+    return Net(remat)
+
+
+def batches(count: int):
+    made = torch.Generator().manual_seed(5)
+    return [tuple(torch.randint(0, 11, (4, 3), generator=made) for _ in "xy") for _ in range(count)]
+
+
+def loss_of(model, x, y):
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def trainer(model, parts: int):
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    optimizer = (torch.optim if on_cpu else xla_amp.syncfree).SGD(model.parameters(), lr=0.1)
+
+    def step(*given):
+        optimizer.zero_grad()
+        total = 0.0
+        for x, y in zip(given[::2], given[1::2], strict=True):
+            loss = loss_of(model, x, y) / parts
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        return total
+
+    return optimizer, step
+
+
+def expected(model: nn.Module, step) -> tuple[float, dict[str, float]]:
+    """Norm of the gradients and largest magnitudes of layers in float64, from hooks on a model on the CPU."""
+    largest: dict[str, float] = {}
+
+    def see(path, output):
+        if torch._C._current_graph_task_id() == -1:
+            largest[path] = max(largest.get(path, 0.0), output.detach().abs().max().item())
+
+    handles = [
+        module.register_forward_hook(lambda _m, _a, out, path=path: see(path, out))
+        for path, module in model.named_modules()
+    ]
+    step()
+    for handle in handles:
+        handle.remove()
+    return math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters())), largest
+
+
+@pytest.mark.parametrize(
+    ("where", "remat", "parts"), [("xla", True, 2), ("captured", True, 2), ("cpu", True, 2), ("cpu", False, 1)]
+)
+def test_numbers_are_those_of_hooks_on_the_cpu(where, remat, parts):
+    model = net(remat)
+    twin = copy.deepcopy(model)
+    device = torch.device("cpu") if where == "cpu" else xla_amp.xla_device()
+    model.to(device)
+    optimizer, step = trainer(model, parts)
+    step = xla_amp.compile(step, strict=True) if where == "captured" else step
+    _, reference = trainer(twin, parts)
+    monitor = xla_amp.monitor(model, optimizer)
+    wanted, losses = [], []
+    for index in range(4):
+        given = [tensor for pair in batches(parts * 4)[index * parts : (index + 1) * parts] for tensor in pair]
+        with monitor.step(*given) as running:
+            running.loss = step(*[tensor.to(device) for tensor in given])
+        wanted.append(expected(twin, lambda given=given: losses.append(float(reference(*given)))))
+    found = monitor.read().steps
+    monitor.close()
+    assert where != "captured" or step.replays
+    assert [record.step for record in found] == [0, 1, 2, 3]
+    for record, loss, (norm, largest) in zip(found, losses, wanted, strict=True):
+        assert record.loss == pytest.approx(loss, rel=1e-6)
+        assert record.gradient_norm == pytest.approx(norm, rel=1e-6)
+        assert list(record.largest) == ["embed", "blocks.0.up", "blocks.0.down", "blocks.0", "head"], "in order, once"
+        assert record.largest == pytest.approx({path: largest[path] for path in record.largest}, rel=1e-6)
+        assert (record.nonfinite, record.skipped, record.bad, record.loss_scale) == ((), False, False, None)
+
+
+@pytest.fixture
+def scaled():
+    """A model, its optimizer and scaler, its step in float16, and the device."""
+    device = xla_amp.xla_device()
+    model = net().to(device)
+    optimizer = xla_amp.syncfree.AdamW(model.parameters(), lr=1e-2)
+    scaler = xla_amp.GradScaler(init_scale=1024.0)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        with xla_amp.autocast(device, dtype=torch.float16):
+            loss = loss_of(model, x, y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    return model, optimizer, scaler, step, device
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_step_is_one_executable_without_a_host_sync(scaled, captured):
+    model, optimizer, scaler, step, device = scaled
+    step = xla_amp.compile(step, strict=True) if captured else step
+    monitor = xla_amp.monitor(model, optimizer, scaler)
+    given = [tuple(tensor.to(device) for tensor in pair) for pair in batches(24)]
+
+    def run(pairs):
+        before = xla_amp.metrics()
+        for x, y in pairs:
+            with monitor.step(x, y) as running:
+                running.loss = step(x, y)
+        after = xla_amp.metrics()
+        return {name: after[name] - before[name] for name in ("executions", "compilations", "host_syncs")}
+
+    run(given[:12])
+    assert run(given[12:]) == {"executions": 12, "compilations": 0, "host_syncs": 0}
+    steps = monitor.read().steps
+    monitor.close()
+    assert all(record.loss_scale == 1024.0 and not record.skipped for record in steps)
+    assert len(steps) == 24
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_is_not_finite_is_named(scaled, captured, recwarn):
+    model, optimizer, scaler, step, device = scaled
+    with torch.no_grad():
+        model.embed.weight[0] = 3e5  # overflows float16 in the layer after it
+    step = xla_amp.compile(step, strict=True) if captured else step
+    monitor = xla_amp.monitor(model, optimizer, scaler)
+    for index in range(5):
+        x = torch.full((4, 3), int(index not in (3, 4)), device=device)
+        with monitor.step(x) as running:
+            running.loss = step(x, x)
+    monitor.read()
+    monitor.close()
+    assert monitor.history.of("skipped") == monitor.history.of("bad") == [False] * 3 + [True] * 2
+    bad = monitor.history.steps[3]
+    assert math.isfinite(bad.largest["embed"])
+    assert not math.isfinite(bad.largest["blocks.0.up"])
+    assert bad.nonfinite == tuple(name for name, _ in model.named_parameters())
+    (said,) = [str(each.message) for each in recwarn if "monitor" in str(each.message)]  # one for steps in a row
+    assert said.startswith(
+        "monitor: step 3 is bad: the loss is nan; the first layer with an inf or NaN is blocks.0.up; "
+    )
+    assert said.endswith(
+        "Type xla_amp.find_overflow(step) to find the operation; monitor(..., directory=...) keeps the next one"
+    )
+
+
+def test_monitors_that_begin_after_captured_steps(scaled):
+    """Two of them, of one model; steps outside of blocks, and saved or copied models, are not recorded."""
+    model, optimizer, scaler, step, device = scaled
+    step = xla_amp.compile(step, strict=True)
+    given = [tuple(tensor.to(device) for tensor in pair) for pair in batches(12)]
+    for pair in given[:3]:
+        step(*pair)
+    one = xla_amp.monitor(model, optimizer, scaler)
+    other = xla_amp.monitor(model, optimizer, scaler, layers="head")
+    for pair in given[3:9]:
+        with one.step(), other.step():
+            step(*pair)
+        step(*pair)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model.cpu()))]
+    for each in copies:
+        each.cpu().train()(given[0][0].cpu()).sum().backward()
+    found = [monitor.read().steps for monitor in (one, other)]
+    assert [[record.step for record in steps] for steps in found] == [list(range(6))] * 2
+    assert set(found[1][0].largest) == {"head"}
+    assert found[0][3].gradient_norm == found[1][3].gradient_norm
+    for monitor in (one, other):
+        monitor.close()
+    assert not [name for name in vars(model) if "xla_amp" in name]
+    assert not model._forward_hooks
+
+
+def test_a_step_that_raises_does_not_count():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    monitor = xla_amp.monitor(model, optimizer)
+    x, y = batches(1)[0]
+
+    def step():
+        with monitor.step() as running:
+            running.loss = loss_of(model, x, y)
+            running.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step()
+    with torch.no_grad():
+        before = model.embed.weight.clone()
+        model.embed.weight.fill_(1e6)
+    with pytest.raises(ValueError, match="no data"), monitor.step():  # noqa: PT012
+        model(x)
+        raise ValueError("no data")
+    with torch.no_grad():
+        model.embed.weight.copy_(before)
+    model(x * 0)  # outside of a step
+    with monitor.step():  # evaluation is no part of a step
+        model.eval()
+        model(x * 0)
+        model.train()
+        with torch.no_grad():
+            model(x * 0)
+    step()
+    one, other = monitor.read().steps
+    assert (one.step, other.step, one.largest) == (0, 1, other.largest)
+
+
+@pytest.mark.parametrize("where", ["cpu", "xla"])
+def test_a_closure_has_gradients(where):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).to("cpu" if where == "cpu" else xla_amp.xla_device())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    monitor = xla_amp.monitor(model, optimizer)
+    x = torch.ones(2, 3).to(model.weight.device)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(x) - 3.0).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        with monitor.step(x) as running:
+            running.loss = optimizer.step(closure)
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+        assert monitor.read().steps[-1].gradient_norm == pytest.approx(norm, rel=1e-6)
+    monitor.close()
+
+
+def test_gradients_are_unscaled_whoever_unscales_them(scaled):
+    model, _, scaler, _, device = scaled
+    x, y = (tensor.to(device) for tensor in batches(1)[0])
+    found = []
+    for optimizer in (
+        xla_amp.syncfree.SGD(model.parameters(), lr=0.0),
+        torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9),
+        xla_amp.syncfree.wrap(torch.optim.Adagrad(model.parameters(), lr=0.0)),
+    ):
+        monitor = xla_amp.monitor(model, optimizer, scaler)
+        with monitor.step():
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, x, y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(monitor.read().steps[0].gradient_norm)
+        monitor.close()
+    assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
+
+
+def test_a_parameter_without_a_gradient_and_one_with_a_sparse_gradient(recwarn):
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 2, sparse=True), "head": nn.Linear(2, 1), "idle": nn.Linear(1, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = xla_amp.monitor(model, optimizer, layers=["embed", "head"])
+    with monitor.step():
+        model["head"](model["embed"](torch.tensor([1, 2]))).sum().mul(math.inf).backward()
+        optimizer.step()
+    assert set(monitor.read().steps[0].nonfinite) == {"embed.weight", "head.weight", "head.bias"}
+    assert str(recwarn[0].message).endswith("Type xla_amp.find_overflow(step) to find the operation")
+
+
+def test_patterns_select_layers():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    for patterns, layers in (("*.up", ["blocks.0.up"]), (["head", "embed"], ["embed", "head"]), ([], [])):
+        monitor = xla_amp.monitor(model, optimizer, layers=patterns)
+        with monitor.step():
+            model(batches(1)[0][0]).sum().backward()
+            optimizer.step()
+        assert list(monitor.read().steps[0].largest) == layers
+        monitor.close()
+    with pytest.raises(PolicyError, match=r"'\*\.upp'.*nearest module: blocks\.0\.up"):
+        xla_amp.monitor(model, optimizer, layers=["*.up", "*.upp"])
+
+
+def test_a_block_with_two_steps_is_an_error():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    monitor = xla_amp.monitor(model, optimizer)
+    with pytest.raises(StepError, match="put one optimizer step"):  # noqa: PT012
+        for x, y in batches(2):
+            with monitor.step(x, y):
+                loss_of(model, x, y).backward()
+                optimizer.step()
+                optimizer.step()
+
+
+def test_sinks_get_each_step_in_order_and_the_history_is_bounded():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    one, other = [], []
+    monitor = xla_amp.monitor(
+        model,
+        optimizer,
+        history=2,
+        first_step=7,
+        sinks=[one.append, lambda record: other.append((record.step, len(one)))],
+    )
+    for x, y in batches(4):
+        with monitor.step() as running:
+            running.loss = loss_of(model, x, y)
+            running.loss.backward()
+            optimizer.step()
+    assert one[2:] == list(monitor.read().steps)
+    assert other == [(7, 1), (8, 2), (9, 3), (10, 4)], "after the first sink"
+    monitor = xla_amp.monitor(model, optimizer, sinks=[lambda record: 1 / 0])
+    with pytest.raises(ZeroDivisionError), monitor.step():
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "said"),
+    [
+        ({"history": 0}, ValueError, r"history=0\): expected an integer of at least 1"),
+        ({"first_step": 1.5}, ValueError, "first_step=1.5"),
+        ({"optimizer": None}, TypeError, "expected a torch.optim.Optimizer, got None"),
+        ({"sample": 50}, TypeError, r"monitor\(sample=\.\.\.\): leave it out: every step has all numbers"),
+        ({"save_state": True}, TypeError, "with directory= the state before the first bad step is kept"),
+        ({"kind": "weight"}, TypeError, r"monitor\(kind=\.\.\.\): there is no such argument"),
+    ],
+)
+def test_wrong_arguments_are_named(wrong, error, said):
+    model = net()
+    with pytest.raises(error, match=said):
+        xla_amp.monitor(**{"model": model, "optimizer": torch.optim.SGD(model.parameters()), **wrong})
+
+
+def test_methods_that_have_left_say_what_to_type():
+    model = net()
+    monitor = xla_amp.monitor(model, torch.optim.SGD(model.parameters()))
+    for name, said in (
+        ("table", r"print\(monitor\.history\)"),
+        ("to_html", r"monitor\.history\.to_html"),
+        ("x", "no such"),
+    ):
+        with pytest.raises(AttributeError, match=f"monitor.{name}: .*{said}"):
+            getattr(monitor, name)
