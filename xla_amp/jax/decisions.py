@@ -67,6 +67,8 @@ class Settings:
     """The low dtype, a NumPy dtype."""
     carry: Carry = "keep"
     residual: Carry = "keep"
+    as_written: str = ""
+    """Why all of the program stays in the dtypes that it was written with; empty if the policy decides."""
     after_gradients: bool = False
     """Whether the program follows the gradients of a training step: the optimizer's contractions are left alone."""
 

@@ -28,6 +28,7 @@ from xla_amp.jax.contraction_primitives import (
     sums_nothing,
 )
 from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
+from xla_amp.jax.exact_reads import exact_values
 from xla_amp.jax.higher_order import composites, float32_regions
 from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_additions, residual_outputs
 from xla_amp.jax.precision_request import NOTHING_SUMMED, request
@@ -85,24 +86,27 @@ class Interpreter:
         Args:
             closed: the jaxpr.
             values: its arguments, in any floating dtype.
-            f32_outputs: which results stay float32 if a contraction of a backward pass computes them; None for all.
+            f32_outputs: which results stay float32 if a contraction computes them; None for all.
         """
         jaxpr = closed.jaxpr
         environment: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
         environment.update(zip(jaxpr.constvars, map(outside, closed.consts), strict=True))
         gradients = gradient_outputs(jaxpr, self.backward, f32_outputs)
+        wide = gradients | exact_values(jaxpr, f32_outputs)
         optimizer = follows_gradients(jaxpr, self.settings.after_gradients)
         self.residuals = residual_outputs(jaxpr)
-        if self.settings.residual == "low":
+        as_written = bool(self.settings.as_written)
+        if self.settings.residual == "low" and not as_written:
             self.streams = residual_additions(jaxpr)
 
-        found = composites.runs(jaxpr, self.settings.current_policy())
+        found = [] if as_written else composites.runs(jaxpr, self.settings.current_policy())
         decided: set[int] = set()
         for run in found:
             if self._composite_decision(jaxpr.eqns[run.start], run.operation).of_whole:
                 decided.update(range(run.start, run.stop))
         starts = {run.start: run for run in found if run.start in decided}
-        places = float32_regions.candidates(jaxpr, self.settings.current_policy()) if self.saves else None
+        saves = self.saves and not as_written
+        places = float32_regions.candidates(jaxpr, self.settings.current_policy()) if saves else None
         pending: collections.deque[int | float32_regions.Float32Region] = collections.deque(range(len(jaxpr.eqns)))
         while pending:
             index = pending.popleft()
@@ -123,7 +127,7 @@ class Interpreter:
                     pending.extendleft([region, *(n for n in reversed(numbers) if n not in region.members)])
                     continue
             eqn = jaxpr.eqns[index]
-            flags = [var in gradients for var in eqn.outvars]
+            flags = [var in wide for var in eqn.outvars]
             operands = [_read(environment, atom) for atom in eqn.invars]
             with compat.equation_context(eqn):
                 outs = self.process(eqn, operands, f32_outputs=flags, after_gradients=index in optimizer)
@@ -196,12 +200,12 @@ class Interpreter:
         outs = float32_regions.function(key, evaluate, avals)(*given)
         environment.update(zip(region.leaving, map(inside, outs), strict=True))
 
-    def _path(self, eqn: Any) -> str | None:
+    def path(self, eqn: Any) -> str | None:
         """Path of the module of an equation, if the policy has rules for modules."""
         return ".".join((*self.scopes, *compat.scopes(eqn))) if self.settings.current_policy().by_module else None
 
     def _composite_decision(self, eqn: Any, operation: str) -> Decision:
-        return self.settings.current_policy().decide(operation, self._path(eqn))
+        return self.settings.current_policy().decide(operation, self.path(eqn))
 
     def _eval_composite(
         self, jaxpr: Any, run: composites.Run, environment: dict[Any, Any], gradients: frozenset[Any]
@@ -215,7 +219,7 @@ class Interpreter:
         if decision.cast == "ban":
             raise ban_error(run.operation, decision)
         policy = self.settings.current_policy()
-        effects.note(policy.reaching(run.operation, self._path(first)))
+        effects.note(policy.reaching(run.operation, self.path(first)))
         reads, leaving = composites.outside(jaxpr, run)
         given = [environment[var].array for var in reads]
         dtypes = tuple(dtype_of(value) if is_castable(dtype_of(value)) else None for value in given)
@@ -270,12 +274,12 @@ class Interpreter:
         if kind in self.rules:
             call = HigherOrderCall(eqn, operands, list(f32_outputs), self, after_gradients)
             return self.rules[kind](call)
-        kept = ""
+        kept = self.settings.as_written
         product = None
         if kind == "contraction":
             product = aten_product(primitive, params, avals[0], avals[1])
-            kept = self._kept(operands, eqn, after_gradients)
-        path = self._path(eqn)
+            kept = kept or self._kept(operands, eqn, after_gradients)
+        path = self.path(eqn)
         decision, reached = decide(policy, primitive.name, product, path)
         unsummed = kind == "contraction" and sums_nothing(primitive, params, *avals[:2])
         if unsummed and not kept and not decision.from_user:
@@ -298,6 +302,9 @@ class Interpreter:
             if in_8_bits is not None and in_8_bits.formats is not None:
                 formats = zip(used, in_8_bits.formats, strict=True)
                 used = [jax.ShapeDtypeStruct(np.shape(v), FORMATS[each].dtype) for v, each in formats]
+        elif self.settings.as_written:
+            used = self.cast_to_avals(operands, avals)
+            outs = compat.bind(primitive, used, params)
         elif kind == "contraction":
             used, params = self._written(decision, operands, eqn, weak, kept)
             outs = compat.bind(primitive, used, params)
@@ -445,11 +452,12 @@ class Interpreter:
             return arrays_of(operands), params
         # What compares or selects rounds no tensor: its result may be compared with what it read.
         exact = decision.from_user or kind == "clear"
+        row = info(eqn.primitive.name)
         if kind == "independent" and decision.cast in ("keep", "promote"):
             used = arrays_of(operands)
         else:
-            used = self.casts.cast_operands(decision.cast, operands, weak, exact=exact)
-        name = info(eqn.primitive.name).dtype_parameter
+            used = self.casts.cast_operands(decision.cast, operands, weak, exact=exact, rounds=not row.exact)
+        name = row.dtype_parameter
         if is_castable(params.get(name)):
             dtypes = (dtype_of(value) for value in used)
             params = {**params, name: next((dtype for dtype in dtypes if is_castable(dtype)), params[name])}
@@ -509,6 +517,10 @@ class HigherOrderCall:
     def weight_flags(self) -> tuple[bool, ...]:
         """For each operand, whether it comes from outside the program."""
         return tuple(value.facts.weight for value in self.values)
+
+    def result_flags(self) -> tuple[bool, ...] | None:
+        """For each result, whether it stays float32 if a contraction computes it; None for all."""
+        return tuple(self.f32_outputs) if self.f32_outputs else None
 
     def residual_flags(self) -> tuple[bool, ...]:
         """For each result, whether only a backward pass reads it."""

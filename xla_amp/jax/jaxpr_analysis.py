@@ -36,6 +36,7 @@ def per_jaxpr(function: Callable[[Any, Unpack[_Rest]], _T]) -> Callable[[Any, Un
     return remembered
 
 
+@per_jaxpr
 def has_backward(jaxpr: Any) -> bool:
     """Whether a jaxpr contains a backward pass."""
     return any(_is_backward(eqn) or any(map(has_backward, compat.sub_jaxprs(eqn.params))) for eqn in jaxpr.eqns)
@@ -142,20 +143,26 @@ def residual_outputs(jaxpr: Any) -> frozenset[Any]:
     return frozenset(found)
 
 
+def runs_low(eqn: Any, policy: Policy) -> bool:
+    """Whether the policy makes a primitive low, as far as its equation tells.
+
+    A contraction that asks for a precision or sums nothing stays as it is.
+    """
+    primitive, params, avals = eqn.primitive, eqn.params, [atom.aval for atom in eqn.invars[:2]]
+    if info(primitive.name).kind != "contraction":
+        return decide(policy, primitive.name)[0].cast == "low"
+    decision, _ = decide(policy, primitive.name, aten_product(primitive, params, *avals))
+    summed = decision.from_user or not sums_nothing(primitive, params, *avals)
+    return summed and decision.cast in ("low", "low_fp32_out") and not asked_precision(eqn)
+
+
 @per_jaxpr
 def contracted_arguments(jaxpr: Any, policy: Policy) -> tuple[bool, ...]:
     """For each argument of a jaxpr, whether a low-precision contraction reads it."""
     reads: set[Any] = set()
     for eqn in reversed(jaxpr.eqns):
         kind = info(eqn.primitive.name).kind
-        product = None
-        if kind == "contraction":
-            product = aten_product(eqn.primitive, eqn.params, eqn.invars[0].aval, eqn.invars[1].aval)
-        decision, _ = decide(policy, eqn.primitive.name, product)
-        summed = kind == "contraction" and (
-            decision.from_user or not sums_nothing(eqn.primitive, eqn.params, *(v.aval for v in eqn.invars[:2]))
-        )
-        if summed and decision.cast == "low" and not asked_precision(eqn):
+        if kind == "contraction" and runs_low(eqn, policy):
             reads.update(compat.variables(eqn.invars[:2]))
         elif kind == "data_movement" and eqn.outvars[0] in reads:
             reads.update(compat.variables(eqn.invars[:1]))
@@ -226,5 +233,9 @@ def _through_products(eqns: Sequence[Any], source: Any) -> set[Any]:
 
 
 def _contracts(eqn: Any) -> bool:
-    inner = (each for jaxpr in compat.sub_jaxprs(eqn.params) for each in jaxpr.eqns)
-    return info(eqn.primitive.name).kind == "contraction" or any(map(_contracts, inner))
+    return info(eqn.primitive.name).kind == "contraction" or any(map(_has_product, compat.sub_jaxprs(eqn.params)))
+
+
+@per_jaxpr
+def _has_product(jaxpr: Any) -> bool:
+    return any(map(_contracts, jaxpr.eqns))

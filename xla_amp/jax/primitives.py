@@ -55,6 +55,12 @@ class PrimitiveInfo(NamedTuple):
     half as many bytes travel."""
     adds: bool = False
     """Whether it may add what a layer computed to what the layer read."""
+    exact: bool = False
+    """Whether it tells apart what a low dtype makes equal: it compares, rounds or orders, or the host reads it.  A
+    product that only such primitives read keeps its float32 sums, and a number is not rounded for it."""
+    picks: bool = False
+    """Whether it returns elements of its operands, or their negatives, or adds them up over devices: `exact` is asked
+    of those that read its results.  So it is of data movement."""
     adds_devices: bool = False
     """Whether it, or its derivative, reduces over devices."""
     cheap: bool | None = None
@@ -111,30 +117,50 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
         "reshard", "sharding_constraint",
         passes_gradient=True, between_devices=True,
     )
-    | _row("independent", _APART, "all_to_all", "optimization_barrier", "ppermute", "sort")
-    | _row("independent", _APART, "pmax", "pmin", adds_devices=True)
+    | _row("independent", _APART, "all_to_all", "optimization_barrier", "ppermute", picks=True)
+    | _row("independent", _APART, "sort", exact=True)
+    | _row("independent", _APART, "pmax", "pmin", picks=True, adds_devices=True)
     | _row(
         "independent", _APART,
         "psum", "psum_invariant", "reduce_scatter",
-        passes_gradient=True, adds_devices=True,
+        passes_gradient=True, picks=True, adds_devices=True,
+    )
+    | _row("clear", "it selects its operands and rounds none of them", "clamp", "max", "min", "select_n", picks=True)
+    | _row(
+        "clear", "it compares its operands and rounds none of them",
+        "eq", "eq_to", "ge", "gt", "le", "le_to", "lt", "lt_to", "ne",
+        exact=True,
     )
     | _row(
-        "clear", "it compares or selects its operands and rounds none of them",
-        "clamp", "eq", "ge", "gt", "le", "lt", "max", "min", "ne", "select_n",
+        None, "its result depends on which values are equal, or on which integer is next",
+        "argmax", "argmin", "ceil", "floor", "is_finite", "round", "top_k",
+        exact=True,
+    )
+    | _row(
+        None, "it picks elements of its operands",
+        "abs", "concatenate", "cummax", "cummin", "dynamic_update_slice", "neg", "pad", "reduce_max", "reduce_min",
+        "split", "stack", "tile", "unstack",
+        picks=True,
     )
     | _row("conversion", "the user asked for this dtype", "convert_element_type", passes_gradient=True)
     | _row("conversion", "the user asked for this precision", "reduce_precision")
     | _row(
         "fixed_dtype", _FIXED,
-        "addupdate", "approx_top_k", "bitcast_convert_type", "custom_transpose_call", "get", "new_ref", "reduce",
+        "addupdate", "bitcast_convert_type", "custom_transpose_call", "get", "new_ref", "reduce",
         "reduce_window", "ref_get", "ref_set", "ref_swap", "scatter", "scatter-add", "scatter-max", "scatter-min",
         "scatter-mul", "scatter-sub", "scatter_add", "select_and_gather_add", "select_and_scatter",
         "select_and_scatter_add", "swap",
     )
     | _row(
         "fixed_dtype", _FIXED,
-        "call_exported", "custom_lin", "debug_callback", "ffi_call", "io_callback", "pure_callback", "run_state",
+        "call_exported", "custom_lin", "ffi_call", "run_state",
         opaque=True,
+    )
+    | _row("fixed_dtype", _FIXED, "approx_top_k", exact=True)
+    | _row(
+        "fixed_dtype", _FIXED,
+        "debug_callback", "debug_print", "io_callback", "pure_callback",
+        exact=True, opaque=True,
     )
     | _row(
         "fixed_dtype", "the kernel was built for these dtypes; only its caller can request others",

@@ -159,16 +159,23 @@ class CastCache:
             value.wide = cast(value.array, dtype)
         return value.wide
 
-    def adopts_dtype(self, value: Value, weak: bool, *, exact: bool = False) -> bool:
+    def adopts_dtype(self, value: Value, weak: bool, *, exact: bool = False, rounds: bool = True) -> bool:
         """Whether `value` adopts the other operands' dtype.
 
-        Numbers in range do, and a broadcast weight unless `exact`.
+        Numbers in range do, those that it rounds only if `rounds`; and a broadcast weight unless `exact`.
         """
-        if weak:
+        if weak and rounds:
             return True
         if value.facts.constant is not None:
-            return self._in_range(value.facts.constant)
+            return self._in_range(value.facts.constant) and (rounds or self._holds(value.facts.constant))
         return value.facts.weight and value.facts.broadcast and not exact
+
+    def stand_in(self, constant: float) -> float:
+        """A number for `constant` wherever its value is not known: it is rounded by the low dtype if `constant` is."""
+        return 1.0 if self._holds(constant) else 1 / 3
+
+    def _holds(self, constant: float) -> bool:
+        return float(np.asarray(constant, np.float32).astype(self._low)) == constant
 
     def _in_range(self, constant: float) -> bool:
         # Subnormal numbers count as out of range: several devices flush them to zero.
@@ -176,7 +183,7 @@ class CastCache:
         return constant == 0 or float(limits.tiny) <= constant <= float(limits.max)
 
     def cast_operands(
-        self, cast: Cast, values: Sequence[Value], weak: Sequence[bool], *, exact: bool = False
+        self, cast: Cast, values: Sequence[Value], weak: Sequence[bool], *, exact: bool = False, rounds: bool = True
     ) -> list[Any]:
         """The arrays of `values` in the dtypes that a primitive, which takes one, computes in under a cast.
 
@@ -186,6 +193,7 @@ class CastCache:
             weak: which of them are weakly typed.
             exact: whether a rule of the user gives the cast: then only numbers adopt the dtype of other operands,
                 otherwise also a bias, as torch's ``linear`` casts it with its product.
+            rounds: whether a number may be rounded to the dtype that it adopts.
         """
         given = tuple(dtype_of(v.array) if is_castable(dtype_of(v.array)) else None for v in values)
         if cast in ("keep", "promote") and len({dtype for dtype in given if dtype is not None}) < 2:
@@ -193,7 +201,7 @@ class CastCache:
         product = None if exact else next((value for value in values if value.facts.features), None)
         biases = [product is not None and _is_bias(value, product) for value in values]
         carried = tuple(
-            None if is_bias or self.adopts_dtype(value, is_weak, exact=exact) else dtype
+            None if is_bias or self.adopts_dtype(value, is_weak, exact=exact, rounds=rounds) else dtype
             for dtype, value, is_weak, is_bias in zip(given, values, weak, biases, strict=True)
         )
         of = given if all(dtype is None for dtype in carried) else carried

@@ -173,6 +173,8 @@ def invisible(pattern: str, vocabulary: Vocabulary) -> str:
         if vocabulary == "stablehlo":
             return "collectives keep their dtypes; change them where the program is made"
         return "xla_amp.jax.reduce_gradients follows it: give it policy=, or put an override around both"
+    if pattern == op_catalog.WHILE_LOOP:
+        return ""
     if module_patterns.is_module_pattern(pattern) or not _visible(vocabulary).isdisjoint(op_catalog.matching(pattern)):
         return ""
     front = _FRONTS[vocabulary]

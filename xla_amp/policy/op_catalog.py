@@ -30,6 +30,13 @@ GRADIENT_SUM: Final = "reduce_gradients"
 """Name in rules of the sum of gradients over devices or processes.  No glob, class or rule for whole modules reaches
 it."""
 
+WHILE_LOOP: Final = "while_loop"
+"""Name in rules of a loop of JAX or StableHLO, whose end may depend on floats that it computes: with ``fp32`` all in it
+stays float32, with ``low`` each operation in it follows its own rule."""
+
+NO_OPERATIONS: Final = frozenset({GRADIENT_SUM, WHILE_LOOP})
+"""Names in rules of what is no ATen operation."""
+
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -209,6 +216,8 @@ def unfit(operations: Iterable[str], cast: Cast) -> str:
         wrong = [GRADIENT_SUM]
         narrow = "a sum in 8 bits keeps 2 or 3 digits of each part, and XLA has no scale for it"
         why = narrow if cast == "fp8" else "gradients are added in float32, the low dtype or their own ('keep')"
+    elif WHILE_LOOP in operations and cast not in ("fp32", "low"):
+        wrong, why = [WHILE_LOOP], "what a loop computes stays float32, or follows its own rules ('low')"
     else:
         return ""
     if not wrong:
@@ -334,7 +343,7 @@ def named(pattern: str) -> tuple[str, ...]:
 
 def catalogued(name: str) -> tuple[str, ...]:
     """Operations of the catalogue that an exact name or a packet means; a namespaced name means itself."""
-    if name == GRADIENT_SUM or "::" in packet(name) or (name in catalogue().classes and "." in name):
+    if name in NO_OPERATIONS or "::" in packet(name) or (name in catalogue().classes and "." in name):
         return (name,)
     return () if name in catalogue().no_rule else _by_packet(frozenset()).get(name, ())
 
@@ -345,7 +354,7 @@ def _matching(pattern: str) -> tuple[str, ...]:
         return tuple(sorted(n for n in catalogue().classes if fits(pattern, n) and packet(n) not in excluded))
     if packet(pattern) in excluded:
         return ()
-    if pattern == GRADIENT_SUM:
+    if pattern in NO_OPERATIONS:
         return (pattern,)
     if "::" in pattern:
         # Names of other libraries are not checked; `unused_rules` lists those that never match.
@@ -373,7 +382,7 @@ def unknown(pattern: str) -> str:
     if not is_glob(pattern) and not _may_autocast(pattern):
         return f"operation {pattern!r} never autocasts: only out-of-place forward operations do, e.g. 'add'"
     names = known_operations().union(
-        map(packet, known_operations()), catalogued.spellings, catalogued.jaxpr, catalogued.stablehlo, [GRADIENT_SUM]
+        map(packet, known_operations()), catalogued.spellings, catalogued.jaxpr, catalogued.stablehlo, NO_OPERATIONS
     )
     if is_glob(pattern):
         return f"unknown operation {pattern!r}: no operation matches it (a glob of *, ? and [...], e.g. 'linalg_*')"

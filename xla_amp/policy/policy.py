@@ -15,7 +15,12 @@ from xla_amp.policy import module_patterns, op_catalog
 MEASURED: Final = "precision search"
 """Source of a policy that was measured for one program, so that its rules without an effect are always reported."""
 
-_NO_OPERATION: Final = frozenset({op_catalog.GRADIENT_SUM})
+ENDS_BY_FLOATS: Final = (
+    "it is in a loop that ends by a comparison of floats that it computes, which low products would not let converge; "
+    f"the rule {op_catalog.WHILE_LOOP} = low lets them"
+)
+"""Why the operations of a loop stay float32."""
+_NO_OPERATION: Final = op_catalog.NO_OPERATIONS
 """Names in rules that are no operations which a front sees: it asks for them itself."""
 
 

@@ -56,7 +56,11 @@ def retrace(
     avals = [*avals_of(values), *(compat.with_dtype(compat.typeof(values[index]), low) for index in copied)]
     interpreter = call.inner_interpreter(saves=saves)
     numbers = enumerate(map(inside, values if keep_constants else ()))
-    adopting = tuple(index for index, number in numbers if interpreter.casts.adopts_dtype(number, False))
+    adopting = tuple(
+        (index, interpreter.casts.stand_in(number.facts.constant or 0.0))
+        for index, number in numbers
+        if interpreter.casts.adopts_dtype(number, False)
+    )
     key = (
         interpreter.settings,
         interpreter.settings.current_policy(),
@@ -74,8 +78,8 @@ def retrace(
 
     def evaluate(*arrays: Any) -> list[Any]:
         given = with_low_copies(arguments(arrays[: len(values)], weights), copied, arrays[len(values) :])
-        for index in adopting:
-            given[index] = Value(given[index].array, Facts(constant=1.0))
+        for index, number in adopting:
+            given[index] = Value(given[index].array, Facts(constant=number))
         outs = arrays_of(interpreter.eval_jaxpr(closed, given, f32_outputs=f32_outputs))
         if keep_dtypes:
             outs = [cast(out, aval.dtype) for out, aval in zip(outs, closed.out_avals, strict=True)]

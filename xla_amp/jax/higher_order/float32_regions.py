@@ -71,8 +71,13 @@ def _is_cheap(eqn: Any) -> bool:
     if any(map(compat.is_region_scope, compat.name_stack(eqn))):
         return False
     if _is_call(name):
-        return all(_is_cheap(inner) for jaxpr in compat.sub_jaxprs(eqn.params) for inner in jaxpr.eqns)
+        return all(map(_all_cheap, compat.sub_jaxprs(eqn.params)))
     return _is_cheap_primitive(name)
+
+
+@per_jaxpr
+def _all_cheap(jaxpr: Any) -> bool:
+    return all(map(_is_cheap, jaxpr.eqns))
 
 
 def _is_call(primitive: str) -> bool:
@@ -92,9 +97,13 @@ def _widens(eqn: Any, policy: Policy) -> bool:
     """Whether a rule computes an equation in float32 whose derivative needs its operand or its result."""
     name = eqn.primitive.name
     if _is_call(name):
-        jaxprs = compat.sub_jaxprs(eqn.params)
-        return any(_widens(inner, policy) for jaxpr in jaxprs for inner in jaxpr.eqns)
+        return any(_any_widens(jaxpr, policy) for jaxpr in compat.sub_jaxprs(eqn.params))
     return _widens_primitive(name, policy)
+
+
+@per_jaxpr
+def _any_widens(jaxpr: Any, policy: Policy) -> bool:
+    return any(_widens(eqn, policy) for eqn in jaxpr.eqns)
 
 
 @functools.lru_cache(maxsize=4096)

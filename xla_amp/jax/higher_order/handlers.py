@@ -24,10 +24,9 @@ from xla_amp.jax.value_info import Value, arguments, arrays_of
 
 def _call(call: HigherOrderCall, *, saves: bool | None = None, **changed: Any) -> list[Value]:
     closed = rebind.inner(call.params)
-    f32_outputs = tuple(call.f32_outputs) if call.f32_outputs else None
     copied, copies = low_copies(call, call.values, closed.jaxpr)
     traced = retrace(
-        call, closed, call.operands, call.weight_flags(), copied=copied, f32_outputs=f32_outputs, saves=saves
+        call, closed, call.operands, call.weight_flags(), copied=copied, f32_outputs=call.result_flags(), saves=saves
     )
     return call.bind([*call.operands, *copies], traced, **changed)
 
@@ -55,8 +54,10 @@ def _checkpoint_policy(policy: Any) -> Any:
 
 
 def _cond(call: HigherOrderCall) -> list[Value]:
-    weights = call.weight_flags()[1:]
-    traced = [retrace(call, branch, call.operands[1:], weights) for branch in call.params["branches"]]
+    weights, f32_outputs = call.weight_flags()[1:], call.result_flags()
+    traced = [
+        retrace(call, branch, call.operands[1:], weights, f32_outputs=f32_outputs) for branch in call.params["branches"]
+    ]
     wide = [functools.reduce(_wider, types).dtype for types in zip(*(t.out_avals for t in traced), strict=True)]
     return call.bind(call.operands, *(_with_results(branch, wide) for branch in traced))
 
@@ -82,8 +83,9 @@ def _custom_jvp(call: HigherOrderCall) -> list[Value]:
     closed = rebind.inner(call.params)
     if compat.runs_now(call.operands):
         values = arguments(call.operands, call.weight_flags())
-        return call.results(arrays_of(call.inner_interpreter(saves=False).eval_jaxpr(closed, values)))
-    traced = retrace(call, closed, call.operands, call.weight_flags())
+        now = call.inner_interpreter(saves=False)
+        return call.results(arrays_of(now.eval_jaxpr(closed, values, f32_outputs=call.result_flags())))
+    traced = retrace(call, closed, call.operands, call.weight_flags(), f32_outputs=call.result_flags())
     _, rule = rebind.custom_functions(call.eqn)
     avals = closed.in_avals
     results = [aval.dtype for aval in traced.out_avals]
@@ -135,7 +137,7 @@ def _custom_vjp(call: HigherOrderCall) -> list[Value]:
 def _shard_map(call: HigherOrderCall) -> list[Value]:
     params, closed = call.params, rebind.inner(call.params)
     weights = call.weight_flags()
-    f32_outputs = tuple(call.f32_outputs) if call.f32_outputs else None
+    f32_outputs = call.result_flags()
     residuals = call.residual_flags()
 
     def shard(*values: Any) -> list[Any]:

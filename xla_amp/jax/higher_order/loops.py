@@ -11,12 +11,16 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xla_amp.jax import compat, rebind
+from xla_amp.jax import compat, interpreter, rebind
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
+from xla_amp.jax.exact_reads import exact_results_of_body
 from xla_amp.jax.higher_order.common import avals_of, cast, low_copies, retrace, with_low_copies
 from xla_amp.jax.interpreter import HigherOrderCall
-from xla_amp.jax.jaxpr_analysis import residual_carries
-from xla_amp.jax.value_info import Value, arguments, arrays_of
+from xla_amp.jax.jaxpr_analysis import has_backward, residual_carries
+from xla_amp.jax.loop_ends import ends_by_floats
+from xla_amp.jax.value_info import Value, arguments, arrays_of, inside
+from xla_amp.policy import effects, op_catalog
+from xla_amp.policy.policy import ENDS_BY_FLOATS
 
 
 def scan(call: HigherOrderCall) -> list[Value]:
@@ -24,9 +28,7 @@ def scan(call: HigherOrderCall) -> list[Value]:
     body = rebind.inner(call.params)
     consts, start, xs = rebind.scanned(call.params, call.values)
     x_avals = [compat.slice_aval(compat.typeof(x.array), call.params["length"]) for x in xs]
-    carries, ys = len(start), len(call.eqn.outvars) - len(start)
-    f32_outputs = (*(True,) * carries, *(call.f32_outputs[carries:] or (False,) * ys))
-    given, traced = _traced_body(call, body, consts, start, x_avals, [x.facts.weight for x in xs], f32_outputs)
+    given, traced = _traced_body(call, body, consts, start, x_avals, [x.facts.weight for x in xs])
     return call.bind([*given, *arrays_of(xs)], traced)
 
 
@@ -36,13 +38,29 @@ def while_loop(call: HigherOrderCall) -> list[Value]:
     condition_consts, consts, start = rebind.looped(call.params, call.values)
     # Iterations are steps of a solver or a search, not layers: no small term may be lost, whatever `residual` says.
     within = copy.copy(call.interpreter)
-    within.settings = dataclasses.replace(within.settings, residual="keep")
+    within.settings = dataclasses.replace(within.settings, residual="keep", as_written=_why_as_written(call))
     call = dataclasses.replace(call, interpreter=within)
-    given, traced = _traced_body(call, call.params["body_jaxpr"], consts, start, (), (), None)
+    if within.settings.as_written:
+        written = within.cast_to_avals(call.values, interpreter.avals_of(call.eqn))
+        call = dataclasses.replace(call, values=list(map(inside, written)))
+    given, traced = _traced_body(call, call.params["body_jaxpr"], consts, start, (), ())
     operands = [*arrays_of(condition_consts), *given[len(given) - len(start) :]]
     no_weights = (False,) * len(operands)
     traced_condition = retrace(call, condition, operands, no_weights, keep_constants=False)
     return call.bind([*arrays_of(condition_consts), *given], traced_condition, traced)
+
+
+def _why_as_written(call: HigherOrderCall) -> str:
+    """Why a ``while`` stays in the dtypes that it was written with; empty if the policy decides about its inside."""
+    around, settings = call.interpreter, call.interpreter.settings
+    if settings.as_written:
+        return settings.as_written
+    policy, path = settings.current_policy(), around.path(call.eqn)
+    effects.note(policy.reaching(op_catalog.WHILE_LOOP, path), "", path)
+    decision = policy.decide(op_catalog.WHILE_LOOP, path)
+    if decision.from_user:
+        return decision.why if decision.cast == "fp32" else ""
+    return ENDS_BY_FLOATS if ends_by_floats(call.eqn, policy, low_carry=settings.carry == "low") else ""
 
 
 def _traced_body(
@@ -52,7 +70,6 @@ def _traced_body(
     start: Sequence[Value],
     x_avals: Sequence[Any],
     x_weights: Sequence[bool],
-    f32_outputs: Sequence[bool] | None,
 ) -> tuple[list[Any], compat.ClosedJaxpr]:
     """The constants with low copies and the initial carry, and the body that takes them and what is scanned.
 
@@ -63,9 +80,12 @@ def _traced_body(
         start: initial carry.
         x_avals: types of what an iteration gets besides.
         x_weights: which of these come from outside the program.
-        f32_outputs: as for `Interpreter.eval_jaxpr`.
     """
-    copied, copies = low_copies(call, consts, body.jaxpr, hoist=True)
+    f32_outputs = exact_results_of_body(call.eqn, call.f32_outputs or (True,) * len(call.eqn.outvars))
+    if call.inner_interpreter().backward or has_backward(body.jaxpr):  # the carry may add gradients up
+        f32_outputs = (*(True,) * len(start), *f32_outputs[len(start) :])
+    settings = call.interpreter.settings
+    copied, copies = ((), []) if settings.as_written else low_copies(call, consts, body.jaxpr, hoist=True)
     hoisted = [*arrays_of(consts), *copies]
     weights = (*(dtype_of(value.array) == F32 for value in consts), *(False,) * len(start), *x_weights)
 
@@ -79,10 +99,12 @@ def _traced_body(
 
         return compat.trace(evaluate, (*avals_of(hoisted), *carry, *x_avals), body.jaxpr.debug_info)
 
-    first, settings = len(consts), call.interpreter.settings
+    first = len(consts)
     avals = body.in_avals[first : first + len(start)]
-    if settings.carry == "low" or settings.residual == "keep":
-        may_be_low: Sequence[bool] = [settings.carry == "low"] * len(start)
+    if settings.as_written:
+        may_be_low: Sequence[bool] = (False,)
+    elif settings.carry == "low" or settings.residual == "keep":
+        may_be_low = [settings.carry == "low"] * len(start)
     else:
         may_be_low = residual_carries(body.jaxpr, first, len(start))
     if any(may_be_low):

@@ -47,6 +47,8 @@ class OperationRow(NamedTuple):
     upstream: bool
     builtin: bool
     """Whether the built-in rules of a policy decide it, too."""
+    exact: bool
+    """Whether it tells apart what a low dtype makes equal."""
     why: str
 
 
@@ -66,6 +68,8 @@ class OpClass(NamedTuple):
     """The user's rules that reach it."""
     fixed: bool
     """Whether its row lets no rule make it low."""
+    exact: bool = False
+    """Whether it tells apart what a low dtype makes equal."""
 
     @property
     def inside(self) -> bool:
@@ -117,7 +121,12 @@ def _row(entry: Mapping[str, Any]) -> OperationRow:
     if structure not in get_args(Structure) or entry["colour"] not in (*get_args(Colour), "fixed"):
         raise PolicyError(f"{_TABLE}: unknown colour {entry['colour']!r} or structure {structure!r}")
     return OperationRow(
-        entry["colour"], structure, entry.get("upstream", True), entry.get("builtin", True), entry["why"]
+        entry["colour"],
+        structure,
+        entry.get("upstream", True),
+        entry.get("builtin", True),
+        entry.get("exact", False),
+        entry["why"],
     )
 
 
@@ -179,7 +188,7 @@ class Classifier:
             if colour != row.colour:
                 why = decision.why
         shown = name if name in table().rows or _base(name) not in _PRODUCTS else _base(name)
-        return OpClass(shown, colour, row.structure, row.upstream, why, decision, reached, fixed)
+        return OpClass(shown, colour, row.structure, row.upstream, why, decision, reached, fixed, row.exact)
 
 
 _PRODUCTS: Final = ("dot_general",)
@@ -237,6 +246,9 @@ def _source(operation: Any) -> str:
         return "bool"
     if _complex(operation):
         return "complex"
+    made = ir.tensor_type(operation.results[0].type)
+    if made and made.element.lstrip("u").startswith("i"):
+        return "counted"
     return "integer" if element.lstrip("u").startswith("i") else "float"
 
 

@@ -4,15 +4,17 @@ The phases, each linear in the size of the graph:
 
 1. deny propagates forward through infer operations;
 2. a value that a loop adds to itself stays float32 (a running sum);
-3. infer and clear operations between two allow operations become low, if every operand is low, a constant that fits,
+3. a contraction that only exact operations (comparisons, roundings) and the caller read, also behind clear ones, gives
+   float32 directly from its accumulator;
+4. infer and clear operations between two allow operations become low, if every operand is low, a constant that fits,
    or, for infer, a small argument spread over a large value (a bias);
-4. clear operations whose users all read low become low: the cast moves before them and no value changes;
-5. a contraction whose result no further contraction depends on (a weight gradient, the program's result) gives
+5. clear operations whose users all read low become low: the cast moves before them and no value changes;
+6. a contraction whose result no further contraction depends on (a weight gradient, the program's result) gives
    float32 directly from its accumulator, unless an operation reads it low;
-6. clear operations whose operands are all low become low: the cast moves behind them and no value changes.
+7. clear operations whose operands are all low become low: the cast moves behind them and no value changes.
 
-References: tensorflow/core/grappler/optimizers/auto_mixed_precision.cc; for phase 3's operands, TVM's ToMixedPrecision
-("follow"); for phase 4, XLA's BFloat16Propagation.
+References: tensorflow/core/grappler/optimizers/auto_mixed_precision.cc; for phase 4's operands, TVM's ToMixedPrecision
+("follow"); for phase 5, XLA's BFloat16Propagation.
 """
 
 from __future__ import annotations
@@ -88,6 +90,7 @@ class Propagation:
         self._narrowing()
         self._deny_forward()
         self._running_sums()
+        self._exact_reads(allowed)
         self._spread = self._spread_arguments()
         down = self._reach(allowed, forward=True)
         widest = {number for number in down if self.nodes[number].colour == "widest"}
@@ -199,7 +202,31 @@ class Propagation:
                     if self._free(node):
                         node.keep_reason = node.why = "a running sum in a loop: small terms would be lost"
 
-    # Phases 3 and 6.
+    # Phase 3.
+
+    def _exact_reads(self, allowed: list[int]) -> None:
+        rounded: set[int] = set()
+        """Slots that something reads that may round them."""
+        todo = [number for number, node in enumerate(self.nodes) if not self._passes(node) and not _is_exact(node)]
+        seen = set(todo)
+        while todo:
+            for slot in self.nodes[todo.pop()].inputs:
+                rounded.add(slot)
+                source = self.producer[slot]
+                if source not in seen and self._passes(self.nodes[source]):
+                    seen.add(source)
+                    todo.append(source)
+        for number in allowed:
+            if self.nodes[number].structure == "contraction":
+                self.wide.update(slot for slot in self.nodes[number].outputs if slot not in rounded)
+
+    def _passes(self, node: CastNode) -> bool:
+        """Whether a node rounds nothing, so that its users decide whether its operands may be rounded."""
+        if _is_exact(node) or node.narrows or node.colour != "clear":
+            return False
+        return self.keep_io or not node.boundary
+
+    # Phases 4 and 7.
 
     def _spread_arguments(self) -> set[int]:
         """Slots that hold an argument of the program broadcast to more elements, without arithmetic."""
@@ -258,7 +285,7 @@ class Propagation:
             return not self.nodes[source].keep_reason and (self.constant[slot] or not exact)
         return node.colour == "infer" and slot in self._spread
 
-    # Phase 4.
+    # Phase 5.
 
     def _hoist_casts(self) -> None:
         chosen = {
@@ -285,7 +312,7 @@ class Propagation:
         users = [user for slot in self.nodes[number].outputs for user in self.users[slot]]
         return bool(users) and all(self.nodes[user].low or user in chosen for user in users)
 
-    # Phase 5.
+    # Phase 6.
 
     def _accumulator_results(self, allowed: list[int]) -> None:
         feeding = self._before(allowed)
@@ -323,6 +350,10 @@ class Propagation:
 
 def _sums_nothing(node: CastNode) -> bool:
     return node.op_class is not None and node.op_class.sums_nothing
+
+
+def _is_exact(node: CastNode) -> bool:
+    return node.op_class is not None and node.op_class.exact and node.colour == "clear"
 
 
 def _moves(node: CastNode) -> bool:
