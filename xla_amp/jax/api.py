@@ -7,6 +7,7 @@ float32 in, float32 out.  It may contain ``jax.grad`` and an optimizer.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from xla_amp.jax.decisions import Carry, Settings, is_castable, resolve_settings
 from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
 from xla_amp.jax.interpreter import Interpreter
 from xla_amp.jax.jaxpr_analysis import has_backward
+from xla_amp.jax.loop_ends import solves
 from xla_amp.jax.modules import nnx_state
 from xla_amp.jax.value_info import arguments, arrays_of
 from xla_amp.policy import Policy, PolicyLike, effects
@@ -373,6 +375,8 @@ class _Program:
 
     def run(self, settings: Settings) -> Any:
         """The results, in the dtypes that the function was written with."""
+        solver = solves(self.closed.jaxpr, settings.current_policy(), settings.carry == "low")
+        settings = dataclasses.replace(settings, solves=solver)
         interpreter = Interpreter(settings, HIGHER_ORDER_RULES, saves=not compat.runs_now(self._values))
         outs = arrays_of(interpreter.eval_jaxpr(self.closed, arguments(self._values)))
         arrays = iter(compat.cast_like(out, aval) for out, aval in zip(outs, self.closed.out_avals, strict=True))

@@ -69,6 +69,9 @@ class Settings:
     residual: Carry = "keep"
     as_written: str = ""
     """Why all of the program stays in the dtypes that it was written with; empty if the policy decides."""
+    solves: bool = False
+    """Whether the program contains a loop that stays as it was written.  One in a backward pass computes its steps
+    again, and stays so, too."""
     after_gradients: bool = False
     """Whether the program follows the gradients of a training step: the optimizer's contractions are left alone."""
 

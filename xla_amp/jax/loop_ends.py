@@ -74,6 +74,16 @@ def ends_by_floats(eqn: Any, policy: Policy, *, low_carry: bool) -> bool:
     return end.compared_low or (low_carry and bool(end.compared))
 
 
+@per_jaxpr
+def solves(jaxpr: Any, policy: Policy, low_carry: bool) -> bool:
+    """Whether a jaxpr contains a loop that `ends_by_floats`."""
+    return any(
+        (info(eqn.primitive.name).kind == "while" and ends_by_floats(eqn, policy, low_carry=low_carry))
+        or any(solves(inner, policy, low_carry) for inner in compat.sub_jaxprs(eqn.params))
+        for eqn in jaxpr.eqns
+    )
+
+
 def _end(eqn: Any, policy: Policy) -> _Origin:
     """Where the condition of a ``while`` comes from, in terms of the loop's operands."""
     operands = list(range(len(eqn.invars)))

@@ -60,7 +60,8 @@ def _why_as_written(call: HigherOrderCall) -> str:
     decision = policy.decide(op_catalog.WHILE_LOOP, path)
     if decision.from_user:
         return decision.why if decision.cast == "fp32" else ""
-    return ENDS_BY_FLOATS if ends_by_floats(call.eqn, policy, low_carry=settings.carry == "low") else ""
+    again = settings.solves and call.inner_interpreter().backward
+    return ENDS_BY_FLOATS if again or ends_by_floats(call.eqn, policy, low_carry=settings.carry == "low") else ""
 
 
 def _traced_body(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from xla_amp.stablehlo import ir, surgery
-from xla_amp.stablehlo.passes import composites
+from xla_amp.stablehlo.passes import composites, loop_ends
 from xla_amp.stablehlo.passes.op_table import Classifier, Colour, OpClass, Structure
 
 
@@ -27,8 +27,9 @@ class CastNode:
     """An operation, or a join: a value that a loop, branch, call or function passes on (loop carry, branch result)."""
 
     __slots__ = (
-        "boundary", "colour", "function", "in_opaque", "index", "inputs", "inside", "keep_reason", "low", "narrows",
-        "of_first", "op_class", "opaque", "operands", "operation", "outputs", "structure", "upstream", "why", "writes",
+        "boundary", "colour", "function", "in_loop", "in_opaque", "index", "inputs", "inside", "keep_reason", "low",
+        "narrows", "of_first", "op_class", "opaque", "operands", "operation", "outputs", "structure", "upstream", "why",
+        "writes",
     )  # fmt: skip
 
     def __init__(self, op_class: OpClass | None, operation: Any, function: str, index: int | None = None) -> None:
@@ -51,6 +52,8 @@ class CastNode:
         """Whether its first operand alone decides that."""
         self.opaque = False
         """Whether its types are fixed by code outside of the module."""
+        self.in_loop = False
+        """Whether it is in a loop that would not end if it were low (`loop_ends`)."""
         self.in_opaque = False
         """Whether it is in a region that does not change."""
         self.narrows = False
@@ -122,6 +125,10 @@ class CastGraph:
             self._name = name
             block = surgery.block_of(function.operation)
             self._join_terminator(self._block(block), function.results)
+        kept = loop_ends.kept_values(self._module, self.classifier)
+        for node in self.nodes if kept else ():
+            defined = node.operation.results if node.index is None else node.writes
+            node.in_loop = not kept.isdisjoint(defined)
 
     def _called(self) -> tuple[set[str], set[str]]:
         """Functions that only calls reach; functions that library calls and composites name."""

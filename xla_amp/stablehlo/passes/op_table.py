@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
 from xla_amp.policy.cast_dtypes import cast_dtypes
-from xla_amp.policy.op_catalog import meanings
+from xla_amp.policy.op_catalog import WHILE_LOOP, meanings
 from xla_amp.policy.policy import Decision, Match, Policy
 from xla_amp.stablehlo import ir, locations
 from xla_amp.stablehlo.passes.composites import CompositeMark, mark_of
@@ -175,6 +175,9 @@ class Classifier:
         aten = meanings("stablehlo", name) or meanings("stablehlo", _base(name))
         decision = self.policy.decide(aten[0], module_path, aten[1:]) if aten else None
         reached = self.policy.reaching(aten[0], module_path, aten[1:]) if aten else frozenset[Match]()
+        if row.structure == "loop":
+            decision = self.policy.decide(WHILE_LOOP, module_path)
+            reached = self.policy.reaching(WHILE_LOOP, module_path)
         if not row.builtin and decision is not None and not decision.from_user:
             decision = None
         cast: Cast = decision.cast if decision else "keep"
@@ -183,7 +186,7 @@ class Classifier:
         if cast == "ban":
             raise PolicyError(f"{name}: the policy {self.policy.name!r} bans it: {decision.why if decision else ''}")
         fixed = row.colour == "fixed" and cast != "fp32_inside"
-        if not fixed and decision is not None and decision.rule is not None:
+        if not fixed and decision is not None and decision.rule is not None and row.structure != "loop":
             colour = _colour(decision, colour)
             if colour != row.colour:
                 why = decision.why

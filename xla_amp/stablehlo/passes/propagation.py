@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from xla_amp.policy.policy import ENDS_BY_FLOATS
 from xla_amp.stablehlo import constants, ir
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, CastNode
 
@@ -73,7 +74,7 @@ class Propagation:
         self.wide: set[int] = set()
         """Results that low contractions give in float32, and statistics of norms."""
         for node in self.nodes:
-            node.low, node.keep_reason = False, keep(node)
+            node.low, node.keep_reason = False, ENDS_BY_FLOATS if node.in_loop else keep(node)
             if node.keep_reason:
                 node.why = node.keep_reason
             if node.inside:

@@ -1,0 +1,150 @@
+"""Which loops end when floats that they compute have become small: what is in them stays float32.
+
+As `xla_amp.jax.loop_ends`: the condition follows from a comparison of floats, directly or through booleans and integers
+of an iteration before, and an operation that may run low is on the way to these floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from xla_amp.stablehlo import ir, surgery
+from xla_amp.stablehlo.passes.op_table import Classifier
+
+
+def kept_values(module: Any, classifier: Classifier) -> set[Any]:
+    """The values inside of loops whose contents stay float32, also in functions that are called there."""
+    kept: set[Any] = set()
+    functions = ir.functions(module)
+    loops = [each for each in ir.operations(module.operation) if classifier.classify(each).structure == "loop"]
+    others: list[_Inside] = []
+    for loop in reversed(loops):  # inner loops before those around them
+        inside = _Inside(loop, functions, classifier)
+        rule = classifier.classify(loop).decision
+        if inside.ends_by_floats(kept) if rule is None else rule.cast == "fp32":
+            kept |= inside.values
+        elif rule is None:
+            others.append(inside)
+    # A backward pass computes the steps of such a loop again, in a loop that counts them.
+    for inside in others if kept else ():
+        if inside.compares_low(kept):
+            kept |= inside.values
+    return kept
+
+
+class _Inside:
+    """What a loop computes, also in the functions that it calls.
+
+    Args:
+        loop: the loop.
+        functions: of the module.
+        classifier: of operations.
+    """
+
+    def __init__(self, loop: Any, functions: dict[str, Any], classifier: Classifier) -> None:
+        self._loop = loop
+        self._functions = surgery.reached(functions, [loop])
+        self._classifier = classifier
+        self.values = {argument for region in loop.regions for block in region.blocks for argument in block.arguments}
+        """All values that are defined in it."""
+        self._entries: dict[Any, list[Any]] = {}
+        """Argument of a region or of a function -> what it holds."""
+        self._enter(loop, first=())
+        for function in self._functions.values():
+            self.values.update(surgery.arguments(function))
+        for root in (loop, *self._functions.values()):
+            for operation in ir.operations(root):
+                self.values.update(operation.results)
+                self.values.update(surgery.arguments(operation))
+                self._enter(operation, first=operation.operands)
+
+    def _enter(self, operation: Any, first: Iterable[Any]) -> None:
+        """Adds what the arguments inside of an operation hold; `first`: before an iteration."""
+        structure = self._classifier.classify(operation).structure
+        given = list(first)
+        if structure == "call":
+            called = self._functions.get(surgery.callees(operation)[0])
+            blocks = [] if called is None else [region.blocks[0] for region in called.regions if len(region.blocks)]
+        elif structure in ("loop", "inline"):
+            blocks = [region.blocks[0] for region in operation.regions]
+        else:
+            return
+        again = [*surgery.terminator(blocks[-1]).operands] if structure == "loop" else []
+        for block in blocks:
+            for index, argument in enumerate(block.arguments):
+                self._entries.setdefault(argument, []).extend((*given[index : index + 1], *again[index : index + 1]))
+
+    def ends_by_floats(self, kept: set[Any]) -> bool:
+        """Whether its end depends on a comparison of floats that low operations would change.
+
+        Args:
+            kept: values that stay float32 anyway.
+        """
+        compared: list[Any] = []
+
+        def logic(value: Any) -> list[Any]:
+            compared.extend(self._compared(value))
+            return [each for each in self._sources(value) if not _is_float(each)]
+
+        condition = self._loop.regions[0].blocks[0]
+        self._walk(surgery.terminator(condition).operands, logic)
+        return self._is_low(compared, kept)
+
+    def compares_low(self, kept: set[Any]) -> bool:
+        """Whether it compares floats that low operations would change; `kept` as for `ends_by_floats`."""
+        return self._is_low((each for value in self.values for each in self._compared(value)), kept)
+
+    def _compared(self, value: Any) -> list[Any]:
+        """The floats whose comparison a value is."""
+        maker = surgery.producer(value)
+        treated = None if maker is None else self._classifier.classify(maker)
+        if treated is None or not treated.exact or (treated.structure != "cast" and ir.element(value) != "i1"):
+            return []
+        return list(filter(_is_float, self._sources(value)))
+
+    def _is_low(self, values: Iterable[Any], kept: set[Any]) -> bool:
+        """Whether something low is on the way to one of some values."""
+        found = False
+
+        def floats(value: Any) -> list[Any]:
+            nonlocal found
+            maker = surgery.producer(value)
+            found = found or (
+                maker is not None and value not in kept and self._classifier.classify(maker).colour == "allow"
+            )
+            return [] if found else self._sources(value)
+
+        self._walk(values, floats)
+        return found
+
+    def _walk(self, start: Iterable[Any], sources: Callable[[Any], list[Any]]) -> None:
+        """Visits the values inside of the loop that `start` depends on, as far as `sources` tells."""
+        seen: set[Any] = set()
+        todo = list(start)
+        while todo:
+            value = todo.pop()
+            if value in self.values and value not in seen:
+                seen.add(value)
+                todo += sources(value)
+
+    def _sources(self, value: Any) -> list[Any]:
+        """The values that a value inside of the loop follows from."""
+        maker = surgery.producer(value)
+        if maker is None:
+            return self._entries.get(value, [])
+        structure, index = self._classifier.classify(maker).structure, list(maker.results).index(value)
+        if structure == "call" and (called := self._functions.get(surgery.callees(maker)[0])) is not None:
+            return [surgery.terminator(block).operands[index] for region in called.regions for block in region.blocks]
+        ends = [surgery.terminator(region.blocks[0]) for region in maker.regions]
+        if structure == "loop":
+            condition, body = ends
+            return [maker.operands[index], body.operands[index], *condition.operands]
+        if structure in ("branch", "inline"):
+            chosen = maker.operands if structure == "branch" else ()
+            return [*(end.operands[index] for end in ends), *chosen]
+        return [maker.operands[index]] if structure == "identity" else list(maker.operands)
+
+
+def _is_float(value: Any) -> bool:
+    return ir.element(value).startswith(("f", "bf"))
