@@ -271,7 +271,7 @@ def test_a_scattered_sum_follows_its_data_and_gradients_stay_float32():
     everywhere = jax.sharding.PartitionSpec()
 
     def product(x, w):
-        return lax.psum_scatter(x @ w, "d", scatter_dimension=0, tiled=True)
+        return jnp.tanh(lax.psum_scatter(x @ w, "d", scatter_dimension=0, tiled=True))
 
     def update(x, w):
         gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)

@@ -249,9 +249,10 @@ def location(eqn: Any | None) -> str:
     return frame[1] if frame is not None else ""
 
 
-def in_numerical_library(eqn: Any) -> bool:
-    """Whether a function of `NUMERICAL` wrote an equation, or its derivative's rule."""
-    return any(function in NUMERICAL and _JAX in file for file, function, _ in frames(eqn)[:_FRAMES_OF_PRODUCT])
+def calls_numerical_function(eqn: Any) -> bool:
+    """Whether an equation calls a function of `NUMERICAL`, or its derivative."""
+    written = (jaxpr.debug_info for jaxpr in sub_jaxprs(eqn.params))
+    return any(info.func_name in NUMERICAL and _JAX in info.func_src_info for info in written)
 
 
 def in_lowering(eqn: Any) -> bool:
@@ -259,8 +260,9 @@ def in_lowering(eqn: Any) -> bool:
     return any(file.endswith(LOWERINGS) for file, _, _ in frames(eqn)[:_FRAMES_OF_PRODUCT])
 
 
-NUMERICAL = frozenset({"qr", "pascal", "invpascal", "_multivariate_normal", "_owens_t_quadrature"})
-"""Functions of JAX with products that need float32 and do not ask for it; the others have a ``precision``.
+NUMERICAL = frozenset({"qr", "pascal", "invpascal", "_multivariate_normal", "_owens_t_impl"})
+"""Functions of JAX with products that need float32 and do not ask for it; the others have a ``precision``.  Each is a
+function of `jax.jit`, or has its own derivative, so that programs call it by its name.
 
 ``tests/jax_front/test_jax_names.py`` fails if JAX renames one.
 """

@@ -370,8 +370,6 @@ class Interpreter:
         asked = request(eqn, self.settings.low)
         if asked:
             return asked
-        if compat.in_numerical_library(eqn):
-            return "a step of JAX's QR, samplers or special functions, which need float32"
         if after_gradients:
             return "it follows the gradients of the step: the optimizer's own"
         for value, other in (operands[:2], operands[1::-1]):
@@ -510,6 +508,8 @@ class HigherOrderCall:
         settings = outer.settings
         if self.after_gradients != settings.after_gradients:
             settings = dataclasses.replace(settings, after_gradients=self.after_gradients)
+        if not settings.as_written and compat.calls_numerical_function(self.eqn):
+            settings = dataclasses.replace(settings, as_written=_NUMERICAL)
         scopes = (*outer.scopes, *compat.scopes(self.eqn)) if settings.policy.by_module else ()
         saves = outer.saves if saves is None else saves
         return Interpreter(settings, outer.rules, backward=backward, outer=place, scopes=scopes, saves=saves)
@@ -543,6 +543,7 @@ def _recomputed(function: Callable[..., list[Any]], operands: Sequence[Any]) -> 
     return outs
 
 
+_NUMERICAL: Final = "a step of JAX's QR, samplers or special functions, which need float32"
 _RESIDUAL: Final = "x + f(x): residual='low' lets it be low as f(x) is"
 
 
