@@ -14,7 +14,8 @@ import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from typing import Any, Final, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from xla_amp.common import config, events
 from xla_amp.common.types import Layer
@@ -107,19 +108,54 @@ def note(reached: Iterable[Match], why_kept: str = "", path: str | None = None) 
         effects.paths.add(path)
 
 
-def remembered(cache: MutableMapping[Any, tuple[_T, Effects]], key: Any, make: Callable[[], _T]) -> _T:
+class Remembered(NamedTuple, Generic[_T]):
+    """A part of a program that was made once."""
+
+    made: _T
+    effects: Effects
+    decisions: tuple[events.DecisionRecord, ...]
+    """What was told while it was made, if something listened."""
+
+
+def remembered(
+    cache: MutableMapping[Any, Remembered[_T]], key: Any, make: Callable[[], _T], *, place: str | None = None
+) -> _T:
     """What `make` returns for a part of a program, from `cache` if it is there; its effects are counted each time.
 
-    It is also made each time while something listens to decisions.
+    While something listens to decisions, those of `make` are told each time.
+
+    Args:
+        cache: what was made.
+        key: of the part.
+        make: see above.
+        place: what decisions say of where the part is; None if they are told only while it is made, so that it is made
+            each time.
     """
-    if key in cache and not events.decided.listeners:
-        made, effects = cache[key]
-        _thread.open[-1].merge(effects)
-        return made
-    with collect() as effects:
+    listens = bool(events.decided.listeners)
+    if listens:
+        key = key, place
+    if key in cache and not (listens and place is None):
+        found = cache[key]
+        _thread.open[-1].merge(found.effects)
+        for record in found.decisions if listens else ():
+            events.decided(record)
+        return found.made
+    decisions: list[events.DecisionRecord] = []
+    with collect() as effects, _heard(decisions) if listens else contextlib.nullcontext():
         made = make()
-    cache[key] = made, effects
+    cache[key] = Remembered(made, effects, tuple(decisions))
     return made
+
+
+def _heard(decisions: list[events.DecisionRecord]) -> AbstractContextManager[None]:
+    """Adds the decisions of this thread to a list."""
+    thread = threading.get_ident()
+
+    def hear(record: events.DecisionRecord) -> None:
+        if threading.get_ident() == thread:
+            decisions.append(record)
+
+    return events.decided.subscribed(hear)
 
 
 def asked(policy: Policy, operation: str, path: str | None) -> None:

@@ -16,9 +16,9 @@ from xla_amp.jax.interpreter import HigherOrderCall, Interpreter
 from xla_amp.jax.jaxpr_analysis import contracted_arguments
 from xla_amp.jax.value_info import Facts, Value, arguments, arrays_of, inside
 from xla_amp.policy import effects
-from xla_amp.policy.effects import Effects
+from xla_amp.policy.effects import Remembered
 
-_retraced: weakref.WeakKeyDictionary[Any, dict[Any, tuple[tuple[compat.ClosedJaxpr, list[Any]], Effects]]] = (
+_retraced: weakref.WeakKeyDictionary[Any, dict[Any, Remembered[tuple[compat.ClosedJaxpr, list[Any]]]]] = (
     weakref.WeakKeyDictionary()
 )
 """Jaxpr -> settings and argument types -> result, so that a function that is called again is compiled once.
@@ -88,7 +88,8 @@ def retrace(
     def trace() -> tuple[compat.ClosedJaxpr, list[Any]]:
         return compat.trace(evaluate, avals, closed.jaxpr.debug_info), closed.consts
 
-    traced, _ = effects.remembered(_retraced.setdefault(closed.jaxpr, {}), key, trace)
+    found = _retraced.setdefault(closed.jaxpr, {})
+    traced, _ = effects.remembered(found, key, trace, place=interpreter.outer[0])
     return traced
 
 

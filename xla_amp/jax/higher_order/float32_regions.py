@@ -21,7 +21,7 @@ from xla_amp.jax.decisions import decide
 from xla_amp.jax.jaxpr_analysis import per_jaxpr
 from xla_amp.jax.primitives import info
 from xla_amp.policy import Policy, effects, op_catalog
-from xla_amp.policy.effects import Effects
+from xla_amp.policy.effects import Remembered
 
 
 class Float32Region(NamedTuple):
@@ -158,7 +158,7 @@ def constant_key(value: Any) -> Any:
     return content.dtype, content.shape, content.tobytes()
 
 
-_functions: collections.OrderedDict[Any, tuple[Callable[..., Any], Effects]] = collections.OrderedDict()
+_functions: collections.OrderedDict[Any, Remembered[Callable[..., Any]]] = collections.OrderedDict()
 _MOST_FUNCTIONS: Final = 1024
 
 
