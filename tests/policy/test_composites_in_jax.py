@@ -49,7 +49,9 @@ def test_a_composite_computes_as_torchs_kernel(name: str, function: Any, of_torc
         with policy.override({name: cast}), xla_amp.explain() as report:
             got = autocast(after_a_product, strict=True)(X, W)
         (record,) = [each for each in report.records if each.layer == "override"]
-        assert (record.cast, record.given[0], record.result) == (cast, "bfloat16", (result,))
+        # A product that only a maximum reads on its way to the result keeps its float32 sums.
+        read = "float32" if name in ("relu", "relu6") else "bfloat16"
+        assert (record.cast, record.given[0], record.result) == (cast, read, (result,))
         wanted = of_torch(product.to(given))
         # JAX rounds the product after summing in another order, and the two libraries' functions differ by an ulp.
         tolerance = 0.02 if result == "bfloat16" else 0.01

@@ -286,7 +286,8 @@ class Interpreter:
             kept = NOTHING_SUMMED
         in_8_bits, told = None, ""
         if decision.cast == "fp8" and not kept:
-            in_8_bits, told = self._float8(operands, eqn, any(f32_outputs), decision.from_user)
+            gradient = any(f32_outputs) and compat.is_backward(eqn, self.backward)
+            in_8_bits, told = self._float8(operands, eqn, gradient, decision.from_user)
             if in_8_bits is None:
                 decision = decision._replace(cast="low")
         if reached or path:

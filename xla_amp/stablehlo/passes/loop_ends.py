@@ -93,7 +93,7 @@ class _Inside:
 
     def compares_low(self, kept: set[Any]) -> bool:
         """Whether it compares floats that low operations would change; `kept` as for `ends_by_floats`."""
-        return self._is_low((each for value in self.values for each in self._compared(value)), kept)
+        return self._is_low((each for value in self.values - kept for each in self._compared(value)), kept)
 
     def _compared(self, value: Any) -> list[Any]:
         """The floats whose comparison a value is."""
