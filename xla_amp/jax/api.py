@@ -21,11 +21,11 @@ from xla_amp.common import events
 from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
 from xla_amp.jax import compat, override_scope
+from xla_amp.jax.analyses.loop_ends import solves
 from xla_amp.jax.decisions import Carry, Settings, is_castable, resolve_settings
 from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
 from xla_amp.jax.interpreter import Interpreter
 from xla_amp.jax.jaxpr_analysis import has_backward
-from xla_amp.jax.loop_ends import solves
 from xla_amp.jax.modules import nnx_state
 from xla_amp.jax.value_info import arguments, arrays_of
 from xla_amp.policy import Policy, PolicyLike, effects

@@ -19,6 +19,7 @@ from jax import lax
 from xla_amp import hardware
 from xla_amp.common import events
 from xla_amp.jax import compat, rebind
+from xla_amp.jax.analyses.exact_reads import exact_values
 from xla_amp.jax.contraction_primitives import (
     Float8,
     aten_product,
@@ -28,7 +29,6 @@ from xla_amp.jax.contraction_primitives import (
     sums_nothing,
 )
 from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
-from xla_amp.jax.exact_reads import exact_values
 from xla_amp.jax.higher_order import composites, float32_regions
 from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_additions, residual_outputs
 from xla_amp.jax.precision_request import NOTHING_SUMMED, request

@@ -44,7 +44,7 @@ def exact_results_of_body(eqn: Any, exact: Sequence[bool]) -> tuple[bool, ...]:
         eqn: the loop.
         exact: which of its results are read so.
     """
-    loop = _Loop(eqn)
+    loop = _LoopReads(eqn)
     reached = (loop.outside(frozenset({index})) for index in range(len(loop.body.outvars)))
     return tuple(reads is not None and all(exact[index] for index in reads) for reads in reached)
 
@@ -113,10 +113,10 @@ def _of_cond(eqn: Any, outs: Sequence[Reads]) -> Sequence[Reads]:
 
 
 def _of_loop(eqn: Any, outs: Sequence[Reads]) -> Sequence[Reads]:
-    return [None if r is None else _all([outs[index] for index in r]) for r in _Loop(eqn).operands()]
+    return [None if r is None else _all([outs[index] for index in r]) for r in _LoopReads(eqn).operands()]
 
 
-class _Loop:
+class _LoopReads:
     """``scan`` or ``while``: what reads its operands, and the results of its body, as results of the loop.
 
     Args:

@@ -1,0 +1,1 @@
+"""Analyses of jaxprs that sum up each jaxpr once, however often it is called."""
