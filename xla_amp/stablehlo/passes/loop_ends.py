@@ -1,7 +1,7 @@
 """Which loops end when floats that they compute have become small: what is in them stays float32.
 
-As `xla_amp.jax.analyses.loop_ends`: the condition follows from a comparison of floats, directly or through booleans and integers
-of an iteration before, and an operation that may run low is on the way to these floats.
+As `xla_amp.jax.analyses.loop_ends`: the condition follows from a comparison of floats, directly or through booleans and
+integers of an iteration before, and an operation that may run low is on the way to these floats.
 """
 
 from __future__ import annotations
