@@ -105,7 +105,6 @@ def test_a_steady_amp_step_is_one_executable_without_host_sync(optimizer: str, d
     assert {name: count for name, count in counts().items() if name not in expected_to_change} == {
         "programs_dropped": 0,
         "programs_loaded": 0,
-        "programs_not_stored": 0,
         "compilations": 0,
         "host_syncs": 0,
         "device_to_host": 0,

@@ -18,7 +18,7 @@ def own_folder(path: str | os.PathLike[str], call: str) -> Path:
     """Makes a folder that only this user reads and writes, or checks an existing one; returns its real path.
 
     Args:
-        path: the folder; its parents are made as well.
+        path: the folder; its parents are made as well, for this user alone.
         call: what asks for it, for errors.
 
     Raises:
@@ -26,7 +26,11 @@ def own_folder(path: str | os.PathLike[str], call: str) -> Path:
     """
     folder = Path(path).expanduser().absolute()
     try:
-        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        for made in (*reversed(folder.parents), folder):  # `mkdir(parents=True)` has no mode for parents
+            if not made.exists():
+                made.mkdir(mode=PRIVATE, exist_ok=True)
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is a file")
         folder = folder.resolve(strict=True)
         found = folder.stat()
     except (OSError, RuntimeError) as error:
@@ -36,6 +40,13 @@ def own_folder(path: str | os.PathLike[str], call: str) -> Path:
             f"{call}: the folder {str(folder)!r} belongs to user {found.st_uid}, who could put programs there that "
             "this process runs; name a folder of yours"
         )
+    for parent in folder.parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise FileError(
+                f"{call}: other users can write {str(parent)!r} (mode {stat.S_IMODE(mode):04o}), and could put another "
+                f"folder in the place of {str(folder)!r}; chmod o-w {parent}, or name another one"
+            )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise FileError(
             f"{call}: other users can write the folder {str(folder)!r} (mode {stat.S_IMODE(found.st_mode):04o}), and "

@@ -243,12 +243,6 @@ def trace_context() -> Any:
     return jax_config.trace_context()
 
 
-@functools.cache
-def prepare_lapack() -> None:
-    """Looks up the functions of LAPACK that XLA:CPU's programs call; JAX does it when it lowers such a call."""
-    jax.jit(jax.numpy.linalg.cholesky).trace(np.eye(1, dtype=np.float32)).lower(lowering_platforms=("cpu",))
-
-
 def upload_numbers(numbers: np.ndarray, device: Any) -> jax.Array:
     """`jax.device_put` of a small array in its own dtype, ten times faster.
 

@@ -31,7 +31,7 @@ from xla_amp.errors import EngineError
 from xla_amp.lazy.distributed import agreement, shared_numbers
 from xla_amp.lazy.distributed.agreement import is_loopback
 from xla_amp.lazy.graph.tape import Tape
-from xla_amp.lazy.programs import content, execute, mesh
+from xla_amp.lazy.programs import execute, mesh
 from xla_amp.lazy.programs.compile import XlaProgram, build
 from xla_amp.policy import regions, resolve
 from xla_amp.policy.policy import Policy
@@ -251,10 +251,7 @@ def admit(program: XlaProgram) -> None:
     dropped.  Elsewhere the executables of all processes must be the same.
     """
     if any(instruction.collective for instruction in program.instructions.values()) or mesh.spans_processes():
-        try:
-            program.digest = content.meaning(program)
-        except content.NoDescriptionError:
-            program.digest = hashlib.sha256(_without_donation(program).lower().as_text().encode()).digest()
+        program.digest = hashlib.sha256(_without_donation(program).lower().as_text().encode()).digest()
         if program.context.platform != "cpu":
             program.digest = hashlib.sha256(program.digest + repr(program.donated).encode()).digest()
         program.shared = None if mesh.spans_processes() else shared_numbers.positions(program)

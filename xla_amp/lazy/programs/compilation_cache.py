@@ -1,37 +1,51 @@
-"""Keep compiled programs on the disk, for later runs: which folder, and how large it may grow."""
+"""Keep compiled programs on the disk, for later runs: JAX's persistent cache, in a folder for what XLA starts with.
+
+JAX names a stored program by its lowered text and options.  XLA reads flags once, when its client starts, so programs
+are in a folder named by a digest of these.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
+import shutil
+import time
+from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
+from typing import Any, Final
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
+from xla_amp import hardware
 from xla_amp.common import config, events, files
 from xla_amp.errors import FileError, PolicyError
-from xla_amp.lazy.programs.disk import LIMIT, Folder
 
-_folder: Folder | None = None
-_chosen = False
-"""Whether `_folder` is decided: by a call, or by the environment at the first question."""
-_named = False
-"""Whether the user named the folder."""
-_in_jax = False
-"""Whether JAX's cache is in the folder."""
+LIMIT: Final = 2 << 30
+"""Bytes by default."""
+_PREFIX: Final = "programs-"
+_UNUSED: Final = 60 * 24 * 3600
+"""Seconds after which the folder of other flags or versions is removed."""
+_KILLED: Final = 600
+"""Seconds after which a file without a time of use belongs to a process that was killed while it wrote."""
+
+_options: dict[str, Any] | None = None
+"""JAX's options for the folder that was chosen, without the folder for what XLA starts with; None before a choice."""
+_before: Mapping[str, Any] = {}
+"""What JAX's options were before ours, while ours are set."""
+_started = False
 
 
 def compilation_cache(
     path: str | os.PathLike[str] | None, *, least_seconds: float = 0.0, most_bytes: int | None = LIMIT
 ) -> None:
-    """Stores compiled programs in a folder, for later compilations of this and other processes.
+    """Stores compiled programs in a folder, for later compilations of this and other processes, by JAX's own cache.
 
     Without a call that is ``XDG_CACHE_HOME/xla_amp`` (``~/.cache/xla_amp``); ``XLA_AMP_CACHE`` names another folder, or
-    ``off``.  The name of a stored program is a digest of all that shapes it, so a hit needs no tracing, lowering or
-    compiling, and gives bitwise the same results.  Programs with functions that other processes cannot recognize, such
-    as a user's JAX function, are not stored.  Programs that several processes run together are stored for each of them
-    on a CPU; elsewhere they are in JAX's own cache (``jax_compilation_cache_dir``) below a folder that was named, and
-    otherwise not stored.
+    ``off``.  A ``jax_compilation_cache_dir`` of yours is left as it is.  Programs of JAX that this process compiles are
+    stored, too.
 
     A user who can write to the folder can run code in every process that reads it, so it is made for this user alone
     (0700).
@@ -39,79 +53,115 @@ def compilation_cache(
     Args:
         path: the folder, created if it is missing; None stores nothing.
         least_seconds: programs that compile faster are not stored; 0 stores all.
-        most_bytes: size at which the least recently used programs are dropped; None is no limit.
+        most_bytes: size at which the least recently used programs are dropped, of each combination of flags and
+            versions; None is no limit.
 
     Raises:
         FileError: the folder cannot be made or written, or other users can write it.
-        PolicyError: a number is negative.
+        PolicyError: a number is negative, or the path is empty.
 
     Source:
         https://docs.jax.dev/en/latest/persistent_compilation_cache.html
     """
-    global _folder, _chosen, _named
+    global _options
     if least_seconds < 0 or (most_bytes is not None and most_bytes < 0):
         raise PolicyError(
             f"compilation_cache(least_seconds={least_seconds!r}, most_bytes={most_bytes!r}): expected numbers that are "
             "not negative"
         )
-    found = None
-    if path is not None:
+    if path is None:
+        _options = {}
+    elif not os.fspath(path):
+        raise PolicyError(f"compilation_cache({path!r}): expected a folder, or None to store nothing")
+    else:
         own = files.own_folder(path, f"compilation_cache({os.fspath(path)!r})")
-        found = Folder(own, limit=most_bytes, least_seconds=least_seconds)
-    _end_jax_cache()
-    _folder, _chosen, _named = found, True, True
+        _options = {
+            "jax_compilation_cache_dir": str(own),
+            "jax_compilation_cache_max_size": -1 if most_bytes is None else most_bytes,
+            "jax_persistent_cache_min_compile_time_secs": float(least_seconds),
+            "jax_persistent_cache_min_entry_size_bytes": -1,
+        }
+    if _started:
+        _apply()
 
 
-def folder() -> Folder | None:
-    """Where programs are stored; None if they are not."""
-    if not _chosen:
-        start()
-    return _folder
+def is_on() -> bool:
+    """Whether JAX stores programs, in our folder or in the user's."""
+    return bool(jax.config.values["jax_compilation_cache_dir"])
 
 
 def start() -> None:
-    """Decides by the environment, unless `compilation_cache` was called.
+    """Sets JAX's options; call before its client starts.
 
     Raises:
         FileError: ``XLA_AMP_CACHE`` names a folder that cannot be used.
     """
-    global _folder, _chosen
-    if _chosen:
-        return
+    global _started
+    if _options is None:
+        _choose()
+    _flags()
+    _started = True
+    _apply()
+
+
+def _choose() -> None:
     named = config.cache()
-    if isinstance(named, Path):
-        compilation_cache(named)
-        return
-    _chosen = True
     path = config.default_cache() if named == "default" else None
-    if path is None:
-        return
+    if named == "default" and config.process() is not None and jax.config.values["jax_platforms"] != "cpu":
+        path = None  # compilers of GPUs share work between processes, so either all or none may have a program stored
     try:
-        _folder = Folder(files.own_folder(path, "the cache of compiled programs"))
+        compilation_cache(named if isinstance(named, Path) else path)
     except FileError as error:
+        if isinstance(named, Path):
+            raise
         events.warn(f"compiled programs are not stored: {error}, in XLA_AMP_CACHE; XLA_AMP_CACHE=off stores none")
+        compilation_cache(None)
 
 
-def start_jax_cache(*, named: bool = False) -> None:
-    """Switches JAX's cache on, below the folder, unless the user has one; with `named` only in a folder of the user's.
-
-    It is for programs that are not stored as executables.
-    """
-    global _in_jax
-    found = folder()
-    if found is None or (named and not _named) or jax.config.values["jax_compilation_cache_dir"] is not None:
-        return
-    _in_jax = True
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", float(found.least_seconds))
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    jax.config.update("jax_compilation_cache_max_size", -1 if found.limit is None else found.limit)
-    jax.config.update("jax_compilation_cache_dir", str(found.path / "jax"))
+def _apply() -> None:
+    global _before
+    for name, value in _before.items():
+        jax.config.update(name, value)
+    _before = {}
+    if _options and not is_on():
+        folder = Path(_options["jax_compilation_cache_dir"])
+        try:
+            own = files.own_folder(folder / f"{_PREFIX}{_flags()}", "the cache of compiled programs")
+            _clean(own)
+        except (FileError, OSError) as error:
+            events.warn(f"compiled programs are not stored: {error}")
+        else:
+            options = {**_options, "jax_compilation_cache_dir": str(own)}
+            _before = {name: jax.config.values[name] for name in options}
+            for name, value in options.items():
+                jax.config.update(name, value)
     jax_cache.reset_cache()  # JAX reads these options once, at its first compilation
 
 
-def _end_jax_cache() -> None:
-    global _in_jax
-    if _in_jax:
-        _in_jax = False
-        jax.config.update("jax_compilation_cache_dir", None)
-        jax_cache.reset_cache()
+@functools.cache
+def _flags() -> str:
+    """Digest of what XLA starts with, when it starts, and of what reads its files."""
+    found = config.xla_environment()
+    flags = found.get("XLA_FLAGS", "").strip()
+    if flags and not flags.startswith("-"):  # XLA takes it for the name of a file with flags
+        try:
+            found["XLA_FLAGS"] = Path(flags).read_text("utf-8", "replace")
+        except OSError as error:
+            found["XLA_FLAGS"] = str(error)
+    processor = hardware.processor()
+    versions = [metadata.version(name) for name in ("jax", "jaxlib", "xla-amp")]
+    parts = sorted(found.items()), versions, processor.name, sorted(processor.flags), processor.cores
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _clean(own: Path) -> None:
+    """Removes folders that nothing uses any more, and what a killed process has written in part."""
+    os.utime(own)
+    now = time.time()
+    for other in own.parent.glob(f"{_PREFIX}*"):
+        if now - other.stat().st_mtime > _UNUSED:
+            shutil.rmtree(other, ignore_errors=True)
+    for file in own.glob("*-cache"):
+        used = file.with_name(f"{file.name.removesuffix('-cache')}-atime")
+        if not used.exists() and now - file.stat().st_mtime > _KILLED:
+            file.unlink(missing_ok=True)

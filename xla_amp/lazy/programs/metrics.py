@@ -10,7 +10,6 @@ COUNTERS: dict[str, str] = {
     "executions": "executables run",
     "compilations": "executables built",
     "programs_loaded": "executables read from the disk instead",
-    "programs_not_stored": "executables that cannot be stored on the disk",
     "host_syncs": "times that Python waited for the device",
     "host_values": "values that the host worked out from what was uploaded, without waiting",
     "device_to_host": "transfers of a value to the host",
@@ -40,7 +39,6 @@ class Metrics:
     executions: int
     compilations: int
     programs_loaded: int
-    programs_not_stored: int
     host_syncs: int
     host_values: int
     device_to_host: int

@@ -20,7 +20,7 @@ from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.ops import composites, dynamic_shape, memory, operators, rnn, sparse, torchvision, wrappers
 from xla_amp.lazy.ops.codegen import Variant, make_kernel
-from xla_amp.lazy.programs import executables, execute, mesh, pjrt
+from xla_amp.lazy.programs import execute, mesh, pjrt
 from xla_amp.lazy.programs.execute import sync
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.steps import step_marker
@@ -236,8 +236,6 @@ def device() -> torch.device:
             pjrt.jax_device()
             if processes.world_size() > 1:
                 mesh.use_processes()
-            else:
-                executables.start()
             private_api.register_device(DEVICE_TYPE, BackendModule(), device_guard.make())
             generator.manual_seed(torch.initial_seed())
             monkeypatches.install()
