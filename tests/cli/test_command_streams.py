@@ -66,7 +66,6 @@ def run(call_cli, folder, monkeypatch):
     [
         (("compare", "net.mlir", "net.mlir"), 0),
         (("compare", "net.mlir", "low.mlir", "--tolerance", "1e-7"), 1),
-        (("inspect", "net.mlir", "--overflow", "--inputs", "samples.npz"), 0),
         (("inspect", "net.mlir"), 0),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
@@ -94,7 +93,7 @@ def test_a_function_is_chosen_on_the_command_line(run):
     assert (status, out) == (1, "")
     assert "public functions: f, g; choose one: --function NAME" in err
     assert "arguments   12 B" in run("inspect", "two.mlir", "--function", "g")[1]
-    assert run("inspect", "two.mlir", "--overflow", "--function", "g", "-q")[0] == 0
+    assert run("inspect", "two.mlir", "--function", "g", "-q")[0] == 0
 
 
 @pytest.mark.parametrize("command", ["", *cli.COMMANDS])

@@ -36,7 +36,7 @@ Every call imports all of these modules, so they import torch and jax only in ``
 
 _RENAMED: Final = MappingProxyType(
     {
-        "overflow": "xla-amp inspect PROGRAM --overflow",
+        "overflow": "xla_amp.find_overflow or xla_amp.jax.find_overflow in Python",
         "monitor": "xla_amp.find_overflow(step, kept='run/step-40000') in Python",
         "replay": "xla_amp.find_overflow(step, kept='run/step-40000') in Python",
     }

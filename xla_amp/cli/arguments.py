@@ -59,13 +59,14 @@ def check_needs(arguments: argparse.Namespace, needs: Mapping[str, str]) -> None
             raise FileError(f"--{option.replace('_', '-')} needs --{needed.replace('_', '-')}")
 
 
-def left(parser: argparse.ArgumentParser, option: str, instead: str) -> None:
-    """An option of the release before: an error that tells what to use instead."""
+def left(parser: argparse.ArgumentParser, option: str, instead: str, value: str | None = None) -> None:
+    """An option of the release before, with or without a value: an error that tells what to use instead."""
 
-    def fail(given: str) -> str:
-        raise argparse.ArgumentTypeError(f"{option} is no option any more; {instead}")
+    class Left(argparse.Action):
+        def __call__(self, given: argparse.ArgumentParser, *_: Any) -> None:
+            given.error(f"{option} is no option any more; {instead}")
 
-    parser.add_argument(option, type=fail, help=argparse.SUPPRESS)
+    parser.add_argument(option, action=Left, nargs=None if value else 0, help=argparse.SUPPRESS)
 
 
 def function(parser: argparse.ArgumentParser) -> None:
@@ -135,14 +136,17 @@ def timeout(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def limited(arguments: argparse.Namespace) -> Iterator[None]:
-    """Inside, this process ends after ``--timeout``; nothing else stops a program that XLA runs."""
+    """Inside, this process and the one that runs programs end after ``--timeout``."""
 
     def end() -> None:
+        from xla_amp.stablehlo.guard import guard
+
         sys.stderr.write(
             f"xla-amp: {arguments.command} has not ended within {arguments.timeout:g} s; a program may hold an endless "
             "loop. --timeout SECONDS allows more\n"
         )
         sys.stderr.flush()
+        guard.kill()
         os._exit(TIMED_OUT)
 
     if arguments.timeout is None:

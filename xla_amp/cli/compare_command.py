@@ -1,4 +1,4 @@
-"""Run two StableHLO programs on the same inputs and report their errors against the first one in float64."""
+"""Run two StableHLO programs on the same inputs and subtract their results."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import dataclasses
 from xla_amp.cli import arguments as common
 from xla_amp.errors import FileError
 
-HELP = "errors of two programs against float64, by result and by operation"
+HELP = "difference of two programs on the same inputs, by result"
 
 TOLERANCE = 0.05
-WORST = 10
-"""Operations to list."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     common.epilog(
         parser,
         {
-            "xla-amp compare step.mlir low.mlirbc --inputs samples.npz": "results and operations on samples",
+            "xla-amp compare step.mlir low.mlirbc --inputs samples.npz": "their results on samples",
             "xla-amp compare step.mlir low.mlirbc --quiet": "only whether they agree, for a script",
         },
         {0: "the results agree", 1: "they differ, or A or B holds no program"},
@@ -42,7 +40,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
-    from xla_amp.report import terminal
     from xla_amp.stablehlo import samples
     from xla_amp.tools.inspect import comparison
 
@@ -53,9 +50,10 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     inputs = None if arguments.inputs is None else samples.read_samples(arguments.inputs)
     found = comparison.compare(a, b, inputs, seed=arguments.seed)
     agrees = found.agrees(arguments.tolerance)
-    document = found.document(f"A = {common.shown(arguments.a)}, B = {common.shown(arguments.b)}", arguments.tolerance)
-    document = dataclasses.replace(document, facts=(("inputs", common.given(arguments)), *document.facts))
-    common.write_report(arguments, document)
+    page = found.page(f"A = {common.shown(arguments.a)}, B = {common.shown(arguments.b)}", arguments.tolerance)
+    page = dataclasses.replace(page, facts={"inputs": common.given(arguments)})
+    if arguments.report is not None:
+        page.write(arguments.report)
     if arguments.json:
         return common.as_json({"agrees": agrees, "tolerance": arguments.tolerance, **found.to_dict()}), int(not agrees)
-    return terminal.text(document, most=WORST), int(not agrees)
+    return page.text(), int(not agrees)

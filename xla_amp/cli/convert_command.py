@@ -148,7 +148,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     if achieved is not None and arguments.target_error is not None and achieved.error > arguments.target_error:
         raise TargetError(
             f"--target-error {arguments.target_error:g}: the achieved error is {achieved.error:.2g} "
-            f"({achieved.float32:.2g} in float32 throughout); {arguments.output} is not written"
+            f"({achieved.rounding:.2g} by one rounding of the samples); {arguments.output} is not written"
         )
     states = {"before": inspection.inspect(program), "after": inspection.inspect(converted.program)}
     document = _document(arguments, converted, states, program, kind)
@@ -203,9 +203,8 @@ def _convert(
     if not samples:
         return converted, None
     try:
-        runs = comparison.Runs(converted.module)
-        return converted, target_error.Original(program, samples).measure(runs)
-    except ModuleError as error:  # no float64 version, for instance of a library's code
+        return converted, target_error.Original(program, samples).measure(comparison.Runs(converted.module))
+    except ModuleError as error:
         sys.stderr.write(f"xla-amp: warning: the achieved error was not measured: {error}\n")
         return converted, None
 
@@ -226,7 +225,7 @@ def _with_error(document: Document, arguments: argparse.Namespace, achieved: Ach
         (str(path), f"error {units.error(error)}, the worst is {name}")
         for path, (error, name) in zip(arguments.inputs, achieved.samples, strict=True)
     )
-    said = f"achieved error {units.error(achieved.error)} against float64; float32 has {units.error(achieved.float32)}"
+    said = f"achieved error {units.error(achieved.error)}; one rounding of the samples {units.error(achieved.rounding)}"
     if arguments.target_error is not None:
         said += f", the target is {units.error(arguments.target_error)}"
     skipped = tuple((name, NOT_JUDGED) for name in achieved.not_judged)

@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     from xla_amp.stablehlo.program import Program as Program
     from xla_amp.tools.inspect.comparison import compare as compare
     from xla_amp.tools.inspect.inspection import inspect as inspect
-    from xla_amp.tools.overflow.on_stablehlo import find_overflow as find_overflow
 
 _PUBLIC = {
     "Program": "xla_amp.stablehlo.program",
     "autocast": "xla_amp.stablehlo.passes.autocast",
     "compare": "xla_amp.tools.inspect.comparison",
-    "find_overflow": "xla_amp.tools.overflow.on_stablehlo",
     "inspect": "xla_amp.tools.inspect.inspection",
     "load": "xla_amp.stablehlo.io",
     "save": "xla_amp.stablehlo.io",

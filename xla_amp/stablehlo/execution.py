@@ -1,17 +1,20 @@
-"""Compile and run modules with XLA.  What starts a device: `devices`, `compile_module`, `execute`.
+"""Compile and run modules with XLA, here (`compile_module`, `execute`) or in the guard process (`run`).
 
 Private APIs of jax and jaxlib, and differences between their versions, are confined to this file and `ir`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import constants, ir, surgery
+from xla_amp.stablehlo.guard import guard
 
 
 def runnable(module: ir.MlirModule) -> ir.MlirModule:
@@ -125,3 +128,56 @@ def execute(executable: Any, arguments: Sequence[Any], device: Any = None) -> li
         return [np.asarray(each[0]) for each in results]
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise ModuleError(f"XLA cannot run the module: {str(error).splitlines()[0]}") from None
+
+
+def run(
+    module: ir.MlirModule, arguments: Sequence[np.ndarray[Any, Any]], options: Mapping[str, bool | int] | None = None
+) -> list[np.ndarray[Any, Any]]:
+    """Runs a module of fixed shapes on the CPU, in the guard process: what ends XLA is an error here.
+
+    The process keeps the last programs, so further arguments compile nothing.
+
+    Args:
+        module: for one device.
+        arguments: arrays of the dtypes that it takes.
+        options: XLA's options by name, on top of its defaults.
+
+    Raises:
+        ModuleError: XLA cannot compile or run it, or ends.
+    """
+    code = ir.bytecode(runnable(module))
+    question = {"code": len(code), "shapes": [array.shape for array in arguments], "options": dict(options or {})}
+    data = b"".join([code, *(np.ascontiguousarray(array).tobytes() for array in arguments)])
+    reply = guard.ask(question, data, failed="running the program: XLA", limit=False)
+    dtypes = [ir.numpy_dtype(kind.element) for kind in ir.signature(module).outputs if kind is not None]
+    return _split(reply["data"], zip(dtypes, reply["shapes"], strict=True))
+
+
+def answer(question: Mapping[str, Any], data: bytes) -> dict[str, Any]:
+    """The guard process's reply to `run`."""
+    import jax
+
+    device = devices("cpu")[0]
+    executable, dtypes = _loaded(data[: question["code"]], tuple(question["options"].items()))
+    arguments = _split(data[question["code"] :], zip(dtypes, question["shapes"], strict=True))
+    with jax.enable_x64(True):  # otherwise JAX converts 64-bit arguments to 32-bit
+        results = execute(executable, arguments, device)
+    made = b"".join(np.ascontiguousarray(result).tobytes() for result in results)
+    return {"shapes": [result.shape for result in results], "data": made}
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(code: bytes, options: tuple[tuple[str, bool | int], ...]) -> tuple[Any, list[np.dtype[Any]]]:
+    module = ir.parse(code)
+    dtypes = [ir.numpy_dtype(kind.element) for kind in ir.signature(module).inputs if kind is not None]
+    return compile_module(module, devices("cpu")[0], dict(options)), dtypes
+
+
+def _split(data: bytes, kinds: Iterable[tuple[np.dtype[Any], Sequence[int]]]) -> list[np.ndarray[Any, Any]]:
+    """Arrays that follow each other in `data`."""
+    found, start = [], 0
+    for dtype, shape in kinds:
+        count = math.prod(shape)
+        found.append(np.frombuffer(data, dtype, count, start).reshape(shape))
+        start += count * dtype.itemsize
+    return found

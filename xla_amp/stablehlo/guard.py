@@ -1,7 +1,7 @@
-"""The process in which MLIR reads and writes programs that could end or stop it.
+"""The process in which MLIR reads and writes programs, and XLA runs them, that could end or stop it.
 
 Damaged bytecode can abort MLIR's parsers or make them loop forever, and so can a module that has no portable artifact
-abort the writer.
+abort the writer.  XLA's compiler ends by a stack overflow for functions that call each other.
 """
 
 from __future__ import annotations
@@ -27,8 +27,14 @@ class _Guard:
         self._lock = threading.Lock()
         self._worker: Worker | None = None
 
-    def ask(self, question: Mapping[str, Any], data: bytes, *, failed: str) -> bytes:
-        """The bytes that the worker makes of `data`; none if it only reads them.
+    def ask(self, question: Mapping[str, Any], data: bytes, *, failed: str, limit: bool = True) -> dict[str, Any]:
+        """The worker's reply; the bytes that it makes of `data` are ``"data"``.
+
+        Args:
+            question: as `guard_worker.handle` takes it.
+            data: goes with it.
+            failed: begins the message if the worker ends.
+            limit: whether the worker may take a time that depends on the size of `data` only.
 
         Raises:
             ModuleError: the worker's; or `failed` with how the worker ended.
@@ -40,7 +46,7 @@ class _Guard:
                 atexit.register(self.close)
                 seconds += _START
             try:
-                reply = self._worker.ask(question, data, timeout=seconds)
+                reply = self._worker.ask(question, data, timeout=seconds if limit else None)
             except WorkerEndedError as error:
                 self.close()
                 how = str(error).partition(", it printed")[0]
@@ -49,8 +55,12 @@ class _Guard:
             raise ModuleError(f"{failed} failed: {reply['error'].splitlines()[0]}")
         if "refused" in reply:
             raise ModuleError(reply["refused"])
-        made: bytes = reply.get("data", b"")
-        return made
+        return reply
+
+    def kill(self) -> None:
+        """Ends the process at once, from any thread, whatever it runs."""
+        if self._worker is not None:
+            self._worker.kill()
 
     def close(self) -> None:
         """Ends the process; a later `ask` starts another."""

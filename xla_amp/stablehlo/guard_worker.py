@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import ir, program, workers
+from xla_amp.stablehlo import execution, ir, program, workers
 
 
 def handle(question: Mapping[str, Any], data: bytes) -> dict[str, Any]:
-    """``{}`` for a program that can be parsed, ``{"data": artifact}``, or ``{"refused": why}``."""
+    """``{}`` for a program that can be parsed, results, ``{"data": artifact}``, or ``{"refused": why}``."""
     try:
         if "artifact" in question:
             return {"data": ir.artifact(ir.parse(data), question["artifact"])}
+        if "code" in question:
+            return execution.answer(question, data)
         program.parse(data, question["name"], question["function"])
     except ModuleError as error:
         return {"refused": str(error)}

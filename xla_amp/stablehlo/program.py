@@ -122,7 +122,8 @@ def artifact(module: ir.MlirModule, version: str | None = None) -> bytes:
     Raises:
         ModuleError: an operation or type has no portable form.
     """
-    return guard.ask({"artifact": version}, ir.bytecode(module), failed="no portable artifact: its writer")
+    reply = guard.ask({"artifact": version}, ir.bytecode(module), failed="no portable artifact: its writer")
+    return bytes(reply["data"])
 
 
 def _deserialized(data: bytes, name: str) -> Any:

@@ -20,10 +20,15 @@ def random_inputs(module: ir.MlirModule, seed: int = 0) -> list[np.ndarray[Any, 
     stay of order one through several layers.  Other floats have standard deviation 1.
 
     Raises:
-        ModuleError: an argument has no fixed shape.
+        ModuleError: an argument has no fixed shape, or more bytes than there is memory.
     """
     generator = np.random.default_rng(seed)
-    return [_random(generator, kind, index) for index, kind in enumerate(ir.signature(module).inputs)]
+    inputs = ir.signature(module).inputs
+    try:
+        return [_random(generator, kind, index) for index, kind in enumerate(inputs)]
+    except MemoryError:
+        kinds = ", ".join(map(str, inputs))
+        raise ModuleError(f"arguments {kinds}: this machine has too little memory for them") from None
 
 
 def _random(generator: np.random.Generator, kind: ir.TensorType | None, index: int) -> np.ndarray[Any, Any]:

@@ -76,6 +76,7 @@ class Worker:
         except BrokenPipeError:
             reply = b""
         except BaseException:
+            self.kill()
             self.close()  # the pending answer would be read as the answer to the next question
             raise
         if not reply.endswith(b"\n"):
@@ -110,6 +111,10 @@ class Worker:
         status = self._process.returncode
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         return f"{how}, it printed last:\n{text}" if text else how
+
+    def kill(self) -> None:
+        """Ends the process at once; `close` releases what this one holds for it."""
+        self._process.kill()
 
     def close(self) -> None:
         """Ends the process."""

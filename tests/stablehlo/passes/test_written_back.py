@@ -63,7 +63,7 @@ def test_it_runs_as_it_is_and_converts_twice_to_the_same(function, arguments):
     module_runs.run(
         once.module, samples.random_inputs(once.module, 0), execution.devices("cpu")[0]
     )  # without `widen.for_cpu`
-    found = compare(program, once, operations=False)
+    found = compare(program, once)
     assert found.agrees(0.05)
     assert found.not_run == ()
     twice = autocast(once)

@@ -1,8 +1,6 @@
-"""`compare`: what float32 cannot compute, NaN, programs without results, programs that XLA:CPU cannot run."""
+"""`compare`: what float32 cannot compute, NaN, programs without results, products that XLA:CPU cannot run."""
 
 from __future__ import annotations
-
-import json
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +34,10 @@ def of_attention():
 
 def test_a_gradient_that_is_only_rounding_is_listed_and_not_judged():
     program = of_attention()
-    found = compare(program, autocast(program), operations=False)
+    found = compare(program, autocast(program))
     skipped = [each.name for each in found.outputs if not each.judged]
     assert skipped == ["result['key_bias']"]
-    assert next(each for each in found.outputs if not each.judged).b.relative > 1e3
+    assert next(each for each in found.outputs if not each.judged).error.relative > 0.5
     assert found.agrees(0.05)
     assert "result['key_bias']: not judged: it is rounding error in float32 already" in " ".join(str(found).split())
 
@@ -52,7 +50,7 @@ def test_a_result_that_is_not_judged_counts_if_it_is_not_finite():
         bias = last.operands[1]  # sorted by name: key, key_bias, query
         zero = ir.dialect().subtract(bias, bias)
         last.operands[1] = ir.dialect().divide(zero, zero)
-    assert not compare(program, module, operations=False).agrees()
+    assert not compare(program, module).agrees()
 
 
 NAN = """
@@ -65,18 +63,18 @@ func.func @main(%x: tensor<4xf32>) -> (tensor<4xf32>, tensor<4xf32>) {
 
 
 def test_all_nan_is_no_agreement(tmp_path, capsys):
-    found = compare(NAN, NAN, operations=False)
-    assert np.isnan(found.outputs[0].b.relative)
+    found = compare(NAN, NAN)
+    assert np.isnan(found.outputs[0].error.relative)
     assert not found.agrees()
     (tmp_path / "a.mlir").write_text(NAN)
     assert cli.main(["compare", str(tmp_path / "a.mlir"), str(tmp_path / "a.mlir")]) == 1
-    assert "none is finite in B and in the reference" in " ".join(capsys.readouterr().out.split())
+    assert "none is finite in A and in B" in " ".join(capsys.readouterr().out.split())
 
 
 def test_another_infinity_is_no_agreement():
     up, down = (lowered(lambda x, sign=sign: jnp.stack([x[0], sign * jnp.inf]), jnp.ones(2)) for sign in (1, -1))
-    assert compare(up, up, operations=False).agrees()
-    assert not compare(up, down, operations=False).agrees()
+    assert compare(up, up).agrees()
+    assert not compare(up, down).agrees()
 
 
 def test_a_program_without_a_result_is_an_error(tmp_path, capsys):
@@ -100,10 +98,6 @@ func.func @main(%x: tensor<4x8x16xbf16>, %w: tensor<16x50xbf16>) -> tensor<50x16
 """
 
 
-def test_a_program_that_xla_cannot_run_is_named(tmp_path, capsys):
-    found = compare(TRANSPOSED, TRANSPOSED, operations=False)
-    assert found.agrees()
-    assert [name for name, why in found.not_run if "BF16 x BF16 = F32" in why] == ["A", "B"]
-    assert "Does XLA:CPU run the programs as they are?" in str(found)
-    assert json.loads(json.dumps(found.to_dict()))["not_run"].keys() == {"A", "B"}
-    assert [name for name, _ in compare(TRANSPOSED, autocast(TRANSPOSED), operations=False).not_run] == ["A"]
+def test_a_product_that_xla_cannot_run_is_compared():
+    assert compare(TRANSPOSED, TRANSPOSED).agrees()
+    assert compare(TRANSPOSED, autocast(TRANSPOSED)).agrees()

@@ -11,8 +11,6 @@ import torch
 
 import xla_amp
 import xla_amp.jax
-from xla_amp import cli
-from xla_amp.tools.overflow.on_stablehlo import find_overflow
 
 X = np.ones((4, 8), np.float32)
 IDS = np.array([1, 2, 0, 3])
@@ -52,24 +50,18 @@ MADE = {
 }
 
 
-def reports(function, arguments):
-    lowered = jax.jit(function, keep_unused=True).lower(*arguments)
-    return xla_amp.jax.find_overflow(jax.jit(function), *arguments), find_overflow(lowered, arguments)
-
-
 @pytest.mark.parametrize(("function", "arguments", "passed_on"), JAX.values(), ids=JAX)
 def test_what_is_given_or_written(function, arguments, passed_on):
-    for report in reports(function, arguments):
-        assert report.first is None
-        assert (report.passed_on.made if report.passed_on else "") == passed_on
-        assert bool(report.results) == bool(passed_on)
-        assert report.document().title == ("A program with an inf or NaN" if passed_on else "A finite program")
+    report = xla_amp.jax.find_overflow(jax.jit(function), *arguments)
+    assert report.first is None
+    assert (report.passed_on.made if report.passed_on else "") == passed_on
+    assert bool(report.results) == bool(passed_on)
+    assert report.document().title == ("A program with an inf or NaN" if passed_on else "A finite program")
 
 
 @pytest.mark.parametrize(("function", "made"), MADE.values(), ids=MADE)
 def test_what_is_made(function, made):
-    for report in reports(function, (X,)):
-        assert report.first.made == made
+    assert xla_amp.jax.find_overflow(jax.jit(function), X).first.made == made
 
 
 def returns_nothing():
@@ -96,11 +88,3 @@ def test_in_torch(step, passed_on, made):
     report = xla_amp.find_overflow(step)
     assert (report.first.made if report.first else "") == made
     assert (report.passed_on.made if report.passed_on else "") == passed_on
-
-
-def test_the_status_of_the_command(tmp_path):
-    path, npz = tmp_path / "p.mlir", tmp_path / "x.npz"
-    np.savez(npz, GIVEN)
-    for function, status in ((lambda x: jnp.nan_to_num(x * 2), 0), (lambda x: x * 2, 1)):
-        path.write_text(jax.jit(function).lower(GIVEN).as_text())
-        assert cli.main(["inspect", str(path), "--overflow", "--inputs", str(npz), "--quiet"]) == status

@@ -129,16 +129,11 @@ def _measure(
         numbers = _Instrumentation(copied, classifier, wanted, low).run()
     if not numbers:
         return {}
-    executables: dict[tuple[tuple[int, ...], ...], Any] = {}
     found: dict[int, Measurement] = {}
     for sample in samples:
-        shapes = tuple(array.shape for array in sample)
-        if shapes not in executables:
-            refined, device = execution.refined(copied, sample), execution.devices()[0]
-            executables[shapes] = execution.compile_module(refined, device, sizes.quick_options(refined, device))
-        executable = executables[shapes]
-        vector = execution.execute(executable, sample)[0].reshape(len(numbers), _FIELDS)
-        for number, row in zip(numbers, vector, strict=True):
+        refined = execution.refined(copied, sample)
+        (vector,) = execution.run(refined, sample, sizes.quick_options(refined))
+        for number, row in zip(numbers, vector.reshape(len(numbers), _FIELDS), strict=True):
             before = found.get(number, Measurement(0.0, 0.0, 0.0))
             # A NaN error stays: it means an overflow.
             error, result, operand = (float(np.maximum(a, b)) for a, b in zip(before, row, strict=True))

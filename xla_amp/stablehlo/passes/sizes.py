@@ -68,10 +68,10 @@ def flops(operation: Any) -> int | None:
     return costs.product(left, result, list(numbers.lhs_contracting_dimensions))
 
 
-def quick_options(module: ir.MlirModule, device: Any) -> dict[str, bool | int]:
-    """Options of XLA for a module that runs a few times only; loops and functions count once for its work."""
+def quick_options(module: ir.MlirModule) -> dict[str, bool | int]:
+    """Options of XLA:CPU for a module that runs a few times only; loops and functions count once for its work."""
     work = math.fsum(flops(each) or 0 for each in ir.operations(module.operation))
-    return compiling.quick_options(device.platform, work)
+    return compiling.quick_options("cpu", work)
 
 
 def bytes_moved(operation: Any) -> int:

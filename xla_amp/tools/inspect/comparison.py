@@ -1,50 +1,39 @@
-"""Compare two programs with the first one in float64: errors of each result and of each operation.
+"""Compare two programs: run both on the same inputs, and subtract their results.
 
-    >>> compare(f32_module, bf16_module).outputs[0].b.relative                # doctest: +SKIP
+    >>> compare(f32_module, bf16_module).outputs[0].error.relative            # doctest: +SKIP
     0.0031
 
-The float64 version of the first module (`widen.widened`) is the reference for both. The error of an operation is
-accumulated: it includes the errors of its operands. To measure operations, both modules run again in segments that
-return the operations' results (`segments`). That can change how a compiler rounds between operations, so the errors of
-the program's results come from the unchanged programs.
+A runs once more on inputs that are off by one rounding.  A result that this changes beyond recognition is only rounding
+error, as the gradient of a bias before a norm is, and no program can be judged by it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from xla_amp.common import progress
-from xla_amp.common.events import DecisionRecord
+from xla_amp.common import progress, units
+from xla_amp.common.tables import Table
 from xla_amp.errors import ModuleError
-from xla_amp.report import operations, units
-from xla_amp.report.document import Column, Document, Finding, Row, Table
-from xla_amp.report.operations import Operation
-from xla_amp.report.shown import Shown
 from xla_amp.stablehlo import execution, ir, samples
 from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.autocast import as_program
-from xla_amp.tools.inspect import inspection, names, segments, widen
-from xla_amp.tools.inspect.widen import Site
+from xla_amp.tools.explain.page import Page, Report, Section
+from xla_amp.tools.inspect import inspection, names
 
 TOLERANCE: Final = 0.05
 """Default limit of `Error.relative` for `Comparison.agrees`."""
-
+NOT_JUDGED: Final = (
+    "not judged: it is rounding error in float32 already, as a value that is zero in exact arithmetic is"
+)
 _NO_DIGIT: Final = 0.5
-"""Relative error of float32 above which no digit of a result is right: the result is zero but for rounding, as the
-gradient of a bias before a norm is.  No other program can be judged by it."""
+"""Relative change by one rounding of the inputs above which no digit of a result is right."""
 
-_CANCELLED: Final = 0.01
-"""Relative error of float32 above which a value is mostly rounding error."""
-
-_EXACT: Final = 3000
-"""Largest number of operations that are matched exactly; above it, difflib ignores frequent ones."""
+Arrays = Sequence[np.ndarray[Any, Any]]
 
 
 class Error(NamedTuple):
@@ -65,200 +54,92 @@ class OutputError(NamedTuple):
 
     number: int
     type: str
-    a: Error
-    b: Error
-    name: str = ""
+    """In B."""
+    name: str
     """``result[0]['w']``, as the program says."""
+    error: Error
+    """Of B against A."""
+    rounding: float
+    """Relative change of A's result where its inputs are off by one rounding."""
     update_of: str = ""
     """The argument whose new value it is, by their names; empty for other results."""
-    update_a: float | None = None
-    """For a new value: norm of the difference divided by the norm of the update, which the reference makes."""
-    update_b: float | None = None
+    of_update: float | None = None
+    """For a new value: norm of the difference divided by the norm of the update."""
     judged: bool = True
-    """Whether it counts for `Comparison.agrees`; a result that is only rounding error in A counts if it becomes
-    infinite or NaN."""
+    """Whether it counts for `Comparison.agrees`; a result that is only rounding error counts if it is not finite."""
 
-
-class OperationError(NamedTuple):
-    """One result of an operation; functions that the entry function calls are inlined, a loop is one operation."""
-
-    operation: str
-    type_a: str
-    type_b: str
-    location: str
-    a: Error
-    b: Error
-    module: str = ""
-    """Path of the layer."""
-    where: str = ""
-    """The user's ``file:line``."""
-
-
-def _record(each: OperationError, why: str) -> DecisionRecord:
-    """An operation of both programs as the table shows it: the dtype in A, and that in B as its result."""
-    dtype, _, sizes = each.type_b.rstrip("]").partition("[")
-    in_a = (each.type_a.partition("[")[0],)
-    return DecisionRecord(
-        operation=each.operation,
-        cast="keep",
-        layer="builtin",
-        policy="",
-        front="stablehlo",
-        given=in_a,
-        used=in_a,
-        result=(dtype,),
-        result_shapes=(tuple(int(size) if size.isdigit() else -1 for size in sizes.split(",") if size),),
-        module=each.module,
-        location=each.where,
-        why=why,
-        source=each.location,
-    )
+    def agrees(self, tolerance: float) -> bool:
+        """Whether it is within `tolerance`, or within what one rounding changes, and finite where A's is."""
+        return not self.error.nonfinite and (
+            not self.judged or self.error.relative <= max(tolerance, min(self.rounding, _NO_DIGIT))
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison(Shown):
+class Comparison(Report):
     """The result of `compare`."""
 
     outputs: tuple[OutputError, ...]
-    operations: tuple[OperationError, ...]
-    """In program order."""
-    unmatched: tuple[int, int]
-    """Operations of A and of B without a counterpart in the other."""
-    reference: str
-    """Description of the reference."""
-    not_run: tuple[tuple[str, str], ...] = ()
-    """Programs (A or B) that XLA:CPU cannot run as they are -> why; they ran with these products in float32."""
 
     def agrees(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether each result of B is within `tolerance` of the reference, and finite where A is."""
-        return all(_agrees(each, tolerance) for each in self.outputs)
+        """Whether each result of B is within `tolerance` of A's, and finite where that is."""
+        return self.first_difference(tolerance) is None
 
-    def worst(self, most: int = 10) -> list[OperationError]:
-        """Operations with the largest relative error in B; those with a large error in A, too, come last.
+    def first_difference(self, tolerance: float = TOLERANCE) -> OutputError | None:
+        """The first result that differs, a named one if there is one; None if all agree."""
+        differ = [each for each in self.outputs if not each.agrees(tolerance)]
+        return min(differ, key=lambda each: each.name.startswith(names.UNNAMED), default=None)
 
-        The latter are sums that cancel: the reference is nearly zero, so any relative error is large.
-        """
+    def page(self, title: str = "two StableHLO programs", tolerance: float = TOLERANCE) -> Page:
+        """The report for people."""
+        return Page(title, sections=[*self._answers(tolerance), Section("Results", table=self._table(tolerance))])
 
-        def order(each: OperationError) -> tuple[int, bool, float]:
-            return -each.b.nonfinite, each.a.relative > _CANCELLED, -each.b.relative
-
-        return sorted(self.operations, key=order)[:most]
-
-    def document(self, title: str = "two StableHLO programs", tolerance: float = TOLERANCE) -> Document:
-        """The report for people: `xla_amp.report` writes it as a page or as text."""
-        facts = [("reference", self.reference)]
-        if any(self.unmatched):
-            facts.append(("without counterpart", f"{self.unmatched[0]} results in A, {self.unmatched[1]} in B"))
-        return Document(
-            title=title,
-            kind="compare",
-            facts=tuple(facts),
-            findings=tuple(self._findings(tolerance)),
-            tables=(self._operations(tolerance), self._results(tolerance)),
-        )
-
-    def _findings(self, tolerance: float) -> Iterator[Finding]:
-        far = [each for each in self.outputs if not _agrees(each, tolerance)]
-        answer = f"{'agree' if not far else 'differ'} at a tolerance of {tolerance:g}"
-        items = tuple((each.name, _described(each.b)) for each in far[:5])
-        items += tuple((each.name, NOT_JUDGED) for each in self.outputs if not each.judged)
-        yield Finding("Do the results of B agree with A?", answer, "risk" if far else "low", items)
-        if self.not_run:
-            answer = "no: to compare them, their products of low operands ran in float32"
-            yield Finding("Does XLA:CPU run the programs as they are?", answer, "risk", self.not_run)
-        updates = [each for each in self.outputs if each.update_b is not None]
+    def _answers(self, tolerance: float) -> Iterator[Section]:
+        first = self.first_difference(tolerance)
+        if first is None:
+            answer = f"agree at a tolerance of {tolerance:g}"
+        else:
+            count = sum(not each.agrees(tolerance) for each in self.outputs)
+            answer = f"{count} of {len(self.outputs)} differ at a tolerance of {tolerance:g}; the first is {first.name}"
+        items = [] if first is None else [(first.name, described(first.error))]
+        items += [(each.name, NOT_JUDGED) for each in self.outputs if not each.judged]
+        yield Section("Do the results of B agree with A?", answer, "low" if first is None else "risk", items)
+        updates = sorted((each for each in self.outputs if each.of_update), key=lambda each: -(each.of_update or 0.0))
         if updates:
-            worst = sorted(updates, key=lambda each: -(each.update_b or 0.0))[:5]
-            items = tuple((each.update_of, units.error(each.update_b or 0.0)) for each in worst)
-            yield Finding(
-                "How wrong are the updates?",
-                f"{len(updates)} results are new values; error relative to the update of the step",
-                "could",
-                items,
-            )
-        places: dict[tuple[str, str], OperationError] = {}
-        for each in self.worst(len(self.operations)):
-            if each.b.nonfinite or (each.b.relative > 0 and each.a.relative <= _CANCELLED):
-                places.setdefault((each.module, each.where), each)
-        if worst_operations := list(places.values())[:5]:
-            items = tuple(
-                (
-                    each.operation,
-                    ", ".join(filter(None, (f"error {units.error(each.b.relative)}", each.module, each.where))),
-                )
-                for each in worst_operations
-            )
-            yield Finding("Where do errors begin or grow?", "the places with the largest errors in B", "wide", items)
+            text = f"{len(updates)} results are new values; error relative to the update of the step"
+            worst = [(each.update_of, units.error(each.of_update or 0.0)) for each in updates[:5]]
+            yield Section("How wrong are the updates?", text, "could", worst)
 
-    def _results(self, tolerance: float) -> Table:
-        columns = (
-            Column("result", "name"),
-            Column("type"),
-            Column("error of A", "error", meaning="Relative error against the reference"),
-            Column("error of B", "error", meaning="Relative error against the reference"),
-            Column("update of", "name", meaning="The argument whose new value it is"),
-            Column("of update, A", "error", meaning="Error relative to the update that the reference makes"),
-            Column("of update, B", "error", meaning="Error relative to the update that the reference makes"),
-            Column("largest in A", "error", meaning="Largest absolute difference"),
-            Column("largest in B", "error", meaning="Largest absolute difference"),
-            Column("not finite in B", "count"),
-        )
-        rows = tuple(
-            Row(
-                (
-                    each.name, each.type, each.a.relative, each.b.relative, each.update_of, each.update_a,
-                    each.update_b, each.a.largest, each.b.largest, each.b.nonfinite,
-                ),
-                "" if _agrees(each, tolerance) else "risk",
+    def _table(self, tolerance: float) -> Table:
+        rows = [
+            (
+                each.name,
+                each.type,
+                units.error(each.error.relative),
+                units.error(each.rounding),
+                units.error(each.error.largest),
+                each.error.nonfinite or None,
+                each.update_of,
+                None if each.of_update is None else units.error(each.of_update),
             )
             for each in self.outputs
-        )  # fmt: skip
-        return Table(title="Results", columns=columns, rows=rows).without_empty_columns()
-
-    def _operations(self, tolerance: float) -> Table:
-        found = []
-        for each in self.worst(len(self.operations)):
-            cancels = each.a.relative > _CANCELLED
-            low = units.is_low(each.type_b.partition("[")[0])
-            far = each.b.nonfinite > each.a.nonfinite or each.b.relative > max(tolerance, each.a.relative)
-            text = f"a sum that cancels: errors {units.error(each.a.relative)} and {units.error(each.b.relative)}"
-            found.append(
-                Operation(
-                    record=_record(each, text if cancels else ""),
-                    error=None if cancels else each.b.relative,
-                    reference_error=None if cancels else each.a.relative,
-                    nonfinite=each.b.nonfinite or None,
-                    state="risk" if far and not cancels else "low" if low else "same",
-                )
-            )
-        table = operations.table(found, note="Errors of operations include those of their operands.")
-        titles = {"before": "in A", "result": "in B", "error": "error of B", "source": "from"}
-        return dataclasses.replace(table.renamed(titles), ranked=True)
+        ]
+        columns = ("result", "type", "error", "by one rounding", "largest", "not finite", "update of", "of update")
+        return Table(
+            columns=columns,
+            rows=rows,
+            right=("error", "by one rounding", "largest", "of update"),
+            optional=("largest", "by one rounding", "update of"),
+            risks=[index for index, each in enumerate(self.outputs) if not each.agrees(tolerance)],
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON."""
-
-        def plain(row: OutputError | OperationError) -> dict[str, Any]:
-            return {**row._asdict(), "a": row.a._asdict(), "b": row.b._asdict()}
-
-        return {
-            "reference": self.reference,
-            "outputs": [plain(each) for each in self.outputs],
-            "operations": [plain(each) for each in self.operations],
-            "not_run": dict(self.not_run),
-            "unmatched": {"a": self.unmatched[0], "b": self.unmatched[1]},
-        }
+        return {"outputs": [{**each._asdict(), "error": each.error._asdict()} for each in self.outputs]}
 
 
-def compare(
-    a: Any,
-    b: Any,
-    inputs: Sequence[Any] | None = None,
-    *,
-    seed: int = 0,
-    operations: bool = True,
-) -> Comparison:
-    """Runs both programs, and the first one in float64, on the CPU with the same arguments.
+def compare(a: Any, b: Any, inputs: Sequence[Any] | None = None, *, seed: int = 0) -> Comparison:
+    """Runs both programs on the CPU with the same arguments.
 
     Results that float32 itself cannot compute are listed and not judged (`OutputError.judged`).
 
@@ -266,7 +147,6 @@ def compare(
         a: the reference program, usually in float32; any kind of program that `autocast` takes.
         b: the other program, with arguments and results of the same shapes.
         inputs: one array for each argument; default: `samples.random_inputs` of `seed`.
-        operations: whether to compare operations too, which runs the programs again.
 
     Raises:
         ModuleError: the programs differ in their arguments or results, have no result, or one cannot be run on one
@@ -274,58 +154,77 @@ def compare(
     """
     first, second = (_for_one_device(as_program(each).module, name) for each, name in ((a, "A"), (b, "B")))
     arrays = samples.random_inputs(first, seed) if inputs is None else samples.fitted(inputs, first, "A")
-    first, second = execution.refined(first, arrays), execution.refined(second, samples.fitted(arrays, second, "B"))
+    narrow = samples.fitted(arrays, second, "B")
+    first, second = execution.refined(first, arrays), execution.refined(second, narrow)
     kinds = ir.signature(first).outputs, ir.signature(second).outputs
     shapes = [[kind and kind.shape for kind in each] for each in kinds]
     if shapes[0] != shapes[1]:
         raise ModuleError(f"A and B give results of different shapes: {shapes[0]} and {shapes[1]}")
     if not kinds[0]:
         raise ModuleError("A and B give no result: there is nothing to compare")
-    runs = _Pair(first, second, arrays)
-    progress.tell("running A, B and A in float64")
+    progress.tell("running A and B")
+    reference, other = Runs(first), Runs(second)(narrow)
+    exact, roundings = reference(arrays), reference.roundings(arrays)
+    noise = only_rounding([each] for each in roundings)
     inputs_of, outputs_of = _names(a, first)
     before = names.updated(inputs_of, outputs_of)
     outputs = []
-    for index, (kind, left, right, exact) in enumerate(zip(kinds[1], *runs.results(), strict=True)):
-        errors = measure(left, exact), measure(right, exact)
-        output = OutputError(index, kind.element if kind else "", *errors, name=outputs_of[index])
-        if index in before and np.shape(arrays[before[index]]) == np.shape(exact):
+    for index, (kind, made, right) in enumerate(zip(kinds[1], other, exact, strict=True)):
+        output = OutputError(
+            index,
+            kind.element if kind else "",
+            outputs_of[index],
+            measure(made, right),
+            roundings[index],
+            judged=not noise[index],
+        )
+        if index in before and np.shape(arrays[before[index]]) == np.shape(right):
             old = arrays[before[index]]
-            shares = [_of_update(made, exact, old) for made in (left, right)]
-            output = output._replace(update_of=inputs_of[before[index]], update_a=shares[0], update_b=shares[1])
+            output = output._replace(update_of=inputs_of[before[index]], of_update=_of_update(made, right, old))
         outputs.append(output)
-    noise = only_rounding([each.a] for each in outputs)
-    outputs = [each._replace(judged=not only) for each, only in zip(outputs, noise, strict=True)]
-    found, unmatched = runs.operations() if operations else ((), (0, 0))
-    return Comparison(
-        outputs=tuple(outputs),
-        operations=tuple(found),
-        unmatched=unmatched,
-        reference="A in float64",
-        not_run=tuple(runs.not_run.items()),
-    )
+    return Comparison(outputs=tuple(outputs))
 
 
-def only_rounding(own: Iterable[Sequence[Error]]) -> list[bool]:
-    """Whether each result is only rounding error, by the errors of float32 on each sample; none is if all are."""
-    found = [any(each.relative > _NO_DIGIT for each in errors) for errors in own]
+class Runs:
+    """Runs a module on the CPU in the guard process.
+
+    Raises:
+        ModuleError: the module cannot be run on one device, or the inputs of a call do not fit.
+    """
+
+    def __init__(self, module: ir.MlirModule) -> None:
+        self._module = for_cpu(_for_one_device(module, "the program"))
+        self._options = sizes.quick_options(module)
+
+    def __call__(self, inputs: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
+        """The results of one call."""
+        arrays = samples.fitted(inputs, self._module)
+        return execution.run(execution.refined(self._module, arrays), arrays, self._options)
+
+    def roundings(self, inputs: Arrays) -> list[float]:
+        """The relative change of each result where the floats of `inputs` are off by one rounding."""
+        random = np.random.default_rng(0)
+        nudged = [
+            np.nextafter(array, (random.choice([-np.inf, np.inf], array.shape)).astype(array.dtype))
+            if array.dtype in (np.float16, np.float32, np.float64)
+            else array
+            for array in inputs
+        ]
+        return [measure(*pair).relative for pair in zip(self(nudged), self(inputs), strict=True)]
+
+
+def only_rounding(roundings: Iterable[Sequence[float]]) -> list[bool]:
+    """Whether each result is only rounding error, by its changes on each sample; none is if all are."""
+    found = [any(each > _NO_DIGIT for each in changes) for changes in roundings]
     return [False] * len(found) if all(found) else found
 
 
-NOT_JUDGED: Final = (
-    "not judged: it is rounding error in float32 already, as a value that is zero in exact arithmetic is"
-)
-
-
-def _agrees(each: OutputError, tolerance: float) -> bool:
-    close = not each.judged or each.b.relative <= max(tolerance, each.a.relative)
-    return close and each.b.nonfinite <= each.a.nonfinite
-
-
-def _described(error: Error) -> str:
+def described(error: Error) -> str:
+    """An error in words."""
     if np.isnan(error.relative):
-        return "no element to judge by: none is finite in B and in the reference"
-    return f"error {units.error(error.relative)}"
+        return "no element to judge by: none is finite in A and in B"
+    nonfinite = f", {error.nonfinite} elements are not finite in one of them" if error.nonfinite else ""
+    return f"error {units.error(error.relative)}{nonfinite}"
 
 
 def _names(program: Any, module: ir.MlirModule) -> tuple[list[str], list[str]]:
@@ -339,9 +238,9 @@ def _of_update(array: Any, exact: Any, old: Any) -> float | None:
     """Norm of the error divided by the norm of the update from `old` to `exact`; None for other than real numbers."""
     if np.asarray(exact).dtype.kind != "f":
         return None
-    new, wide = np.asarray(exact, np.float64), np.asarray(array).astype(np.float64)
+    new, other = np.asarray(exact, np.float64), np.asarray(array).astype(np.float64)
     update = float(np.linalg.norm(new - np.asarray(old).astype(np.float64)))
-    error = float(np.linalg.norm(wide - new))
+    error = float(np.linalg.norm(other - new))
     return error / update if update else (0.0 if error == 0 else float("inf"))
 
 
@@ -352,114 +251,32 @@ def _for_one_device(module: ir.MlirModule, name: str) -> ir.MlirModule:
     return module
 
 
-class _Pair:
-    def __init__(self, a: ir.MlirModule, b: ir.MlirModule, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
-        self.a, self.b = a, b
-        self.arrays = list(arrays)
-        self.narrow = samples.fitted(arrays, b, "B")
-        self.not_run: dict[str, str] = {}
+def for_cpu(module: ir.MlirModule) -> ir.MlirModule:
+    """The same program with products that XLA:CPU can run: low operands are cast to float32 where the result is.
 
-    def results(self) -> tuple[list[Any], list[Any], list[Any]]:
-        a, b = self._as_it_is("A", self.a, self.arrays), self._as_it_is("B", self.b, self.narrow)
-        return a, b, _run(self.a, self.arrays, wide=True)
-
-    def _as_it_is(self, name: str, module: ir.MlirModule, arrays: Sequence[Any]) -> list[Any]:
-        try:
-            return _compiled(module, wide=False, as_it_is=True)(arrays)
-        except ModuleError as error:
-            found = _run(module, arrays)
-            self.not_run[name] = str(error)
-            return found
-
-    def operations(self) -> tuple[list[OperationError], tuple[int, int]]:
-        flat_a, flat_b = widen.inlined(self.a), widen.inlined(self.b)
-        sites_a, sites_b = widen.sites(flat_a), widen.sites(flat_b)
-        pairs = list(matched(sites_a, sites_b))
-        lefts, rights = zip(*pairs, strict=True) if pairs else ((), ())
-        chosen = list(widen.comparable(flat_a)), list(widen.comparable(flat_b))
-        wanted = [chosen[0][left] for left in lefts], [chosen[1][right] for right in rights]
-        values = (
-            segments.values(flat_a, self.arrays, wanted[0], _run),
-            segments.values(flat_b, self.narrow, wanted[1], _run),
-            segments.values(flat_a, self.arrays, wanted[0], functools.partial(_run, wide=True)),
-        )
-        found = []
-        for number, ((left, right), in_a, in_b, exact) in enumerate(zip(pairs, *values, strict=True)):
-            progress.tell("measuring operations", number, len(pairs))
-            site, other = sites_a[left], sites_b[right]
-            types = site.element + site.type, other.element + other.type
-            errors = measure(in_a[1], exact[1]), measure(in_b[1], exact[1])
-            location = site.location or other.location
-            place = site.module or other.module, site.where or other.where
-            found.append(OperationError(site.name, *types, location, *errors, *place))
-        return found, (len(sites_a) - len(pairs), len(sites_b) - len(pairs))
-
-
-class Runs:
-    """Runs a module on the CPU, with `wide` its float64 version; it is compiled once for arguments of the same shapes.
-
-    Raises:
-        ModuleError: the module cannot be run on one device, or the inputs of a call do not fit.
+    XLA:CPU cannot run some of the others (jaxlib 0.10.2: "Unsupported element type for DotThunk::Execute: BF16 x BF16 =
+    F32", for instance a transposed sum over batch and tokens).  The values are the same: products of float16 and
+    bfloat16 numbers are exact in float32, in which they are summed anyway.
     """
-
-    def __init__(self, module: ir.MlirModule, *, wide: bool = False) -> None:
-        self._module = _for_one_device(module, "the program")
-        self._wide = wide
-        self._compiled: dict[tuple[tuple[int, ...], ...], Callable[[Sequence[Any]], list[Any]]] = {}
-
-    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        """The results of one call."""
-        arrays = samples.fitted(inputs, self._module)
-        shapes = tuple(array.shape for array in arrays)
-        if shapes not in self._compiled:
-            self._compiled[shapes] = _compiled(execution.refined(self._module, arrays), self._wide)
-        return self._compiled[shapes](arrays)
-
-
-def _run(module: ir.MlirModule, arrays: Sequence[Any], *, wide: bool = False) -> list[Any]:
-    """Runs a module of static shapes once."""
-    return _compiled(module, wide)(arrays)
-
-
-def _compiled(module: ir.MlirModule, wide: bool, *, as_it_is: bool = False) -> Callable[[Sequence[Any]], list[Any]]:
-    """A module of static shapes, compiled for the CPU; it converts its arguments to the dtypes that it takes.
-
-    Without `as_it_is`, products that XLA:CPU cannot run are in float32 (`widen.for_cpu`).
-    """
-    import jax
-
-    if wide:
-        module = widen.widened(module)
-    kinds = [ir.numpy_dtype(kind.element) for kind in ir.signature(module).inputs if kind]
-    device = execution.devices("cpu")[0]
-    executable = execution.compile_module(
-        module if as_it_is else widen.for_cpu(module), device, sizes.quick_options(module, device)
-    )
-
-    def run(arrays: Sequence[Any]) -> list[Any]:
-        with jax.enable_x64(True):  # otherwise JAX converts 64-bit arguments to 32-bit
-            return execution.execute(executable, [a.astype(k) for a, k in zip(arrays, kinds, strict=True)], device)
-
-    return run
-
-
-def matched(a: Sequence[Site], b: Sequence[Site]) -> Iterator[tuple[int, int]]:
-    """Indices of matching operations: by name, shape and attributes, in program order."""
-    located = not {site.location for site in a}.isdisjoint({site.location for site in b} - {""})
-    left, right = ([site.key(located) for site in each] for each in (a, b))
-    first = _common_prefix(left, right)  # shortens the input of the matcher, which takes quadratic time
-    last = _common_prefix(left[first:][::-1], right[first:][::-1])
-    yield from ((step, step) for step in range(first))
-    left, right = left[first : len(left) - last], right[first : len(right) - last]
-    exact = max(len(left), len(right)) <= _EXACT
-    for block in difflib.SequenceMatcher(None, left, right, autojunk=not exact).get_matching_blocks():
-        yield from ((first + block.a + step, first + block.b + step) for step in range(block.size))
-    yield from ((len(a) - last + step, len(b) - last + step) for step in range(last))
-
-
-def _common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
-    """Length of the common prefix."""
-    return next((n for n, (one, other) in enumerate(zip(left, right)) if one != other), min(len(left), len(right)))  # noqa: B905
+    copied = ir.copy(module)
+    ir_, stablehlo = ir.mlir(), ir.dialect()
+    with copied.context, ir_.Location.unknown():
+        functions = ir.functions(copied).values()
+        for operation in [each for function in functions for each in ir.operations(function)]:
+            if "dot_dimension_numbers" not in operation.attributes:
+                continue
+            result = ir.tensor_type(operation.results[0].type)
+            if result is None or result.element != "f32":
+                continue
+            for index, operand in enumerate(list(operation.operands)):
+                kind = ir.tensor_type(operand.type)
+                if kind is not None and kind.element in ("f16", "bf16"):
+                    with ir_.InsertionPoint(operation):
+                        wide = ir.with_element(operand.type, ir_.F32Type.get())
+                        operation.operands[index] = stablehlo.convert(wide, operand)
+                    if "algorithm" in operation.attributes:
+                        del operation.attributes["algorithm"]  # it names the types of the operands
+    return copied
 
 
 def measure(array: Any, exact: Any) -> Error:

@@ -10,6 +10,8 @@ from typing import Any, Final
 from xla_amp.stablehlo import ir, locations, surgery
 
 _WORD: Final = re.compile(r"^\w+")
+UNNAMED: Final = "result "
+"""Begins the name of a result that the program gives none."""
 _INDEX: Final = re.compile(r"^\[\d+\]")
 _NEW: Final = "new "
 """How `xla_amp.export` names the new value of what a call changed."""
@@ -27,7 +29,7 @@ def results(module: ir.MlirModule) -> list[str]:
     count = len(ir.signature(module).outputs)
     attributes: Sequence[Any] = function.attributes["res_attrs"] if "res_attrs" in function.attributes else [{}] * count
     names = [str(each["jax.result_info"].value) if "jax.result_info" in each else "" for each in attributes]
-    return [name or f"result {index}" for index, name in enumerate(names)]
+    return [name or f"{UNNAMED}{index}" for index, name in enumerate(names)]
 
 
 def updated(inputs: Sequence[str], outputs: Sequence[str]) -> dict[int, int]:

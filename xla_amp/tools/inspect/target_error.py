@@ -1,7 +1,7 @@
 """The error that a converted program has on samples, and the conversion that stays within one.
 
-Errors are relative, of the worst result against the original program in float64, as `comparison` measures them.  To
-stay within an error, `xla_amp.tools.search` decides which products run low, from measurements of whole programs.
+Errors are relative, of the worst result against the original program, as `comparison` measures them.  To stay within an
+error, `xla_amp.tools.search` decides which products run low, from measurements of whole programs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xla_amp.common import progress
 from xla_amp.common.types import LowDtype
 from xla_amp.errors import ModuleError
 from xla_amp.policy.policy import Policy
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import ir, samples
 from xla_amp.stablehlo.passes import calibration, sizes
 from xla_amp.stablehlo.passes.autocast import Conversion, Converted, convert, warn_of_rules
 from xla_amp.stablehlo.passes.cast_graph import CastNode
@@ -48,8 +48,8 @@ class Achieved:
 
     samples: tuple[tuple[float, str], ...]
     """For each sample the error of the worst result, and its name."""
-    float32: float
-    """The same error of the program as it was, the worst of the samples."""
+    rounding: float
+    """What one rounding of the samples changes in the program as it was, the worst of the results and samples."""
     not_judged: tuple[str, ...] = ()
     """Results that are rounding errors in float32 already; they only count if they become infinite or NaN."""
 
@@ -60,15 +60,15 @@ class Achieved:
 
 
 class Original:
-    """The results of a program on samples, as they are and in float64, which the errors of conversions are against."""
+    """The results of a program on samples, which the errors of conversions are against."""
 
-    def __init__(self, program: Program, samples: Sequence[Sample]) -> None:
-        self._samples = list(samples)
+    def __init__(self, program: Program, given: Sequence[Sample]) -> None:
+        self._samples, self._module = list(given), program.module
         if not ir.signature(program.module).outputs:
             raise ModuleError("the program gives no result: no error can be measured")
-        self._exact, self._own = comparison.Runs(program.module, wide=True), comparison.Runs(program.module)
+        self._runs = comparison.Runs(program.module)
         self._names = names.results(program.module)
-        self._known: dict[int, tuple[list[Any], list[comparison.Error]]] = {}
+        self._known: dict[int, tuple[list[Any], list[float]]] = {}
 
     def measure(self, converted: comparison.Runs, only: Sequence[int] | None = None) -> Achieved:
         """The errors of a conversion on each sample, or on those of the numbers `only`.
@@ -80,34 +80,31 @@ class Original:
         noisy = self._noisy()
         for number in range(len(self._samples)) if only is None else only:
             progress.tell("measuring the achieved error", number, len(self._samples))
-            exact, own = self._results(number)
+            exact, roundings = self._results(number)
             errors = map(comparison.measure, converted(self._samples[number]), exact)
-            judged = [
-                (_error(first, then, noise), name)
-                for first, then, noise, name in zip(own, errors, noisy, self._names, strict=True)
-            ]
+            judged = [(_error(each, noise), n) for each, noise, n in zip(errors, noisy, self._names, strict=True)]
             found.append(max(judged, default=(0.0, "no result")))
-            before = max([before, *(_error(each, each, noise) for each, noise in zip(own, noisy, strict=True))])
+            before = max([before, *(each for each, noise in zip(roundings, noisy, strict=True) if not noise)])
         skipped = tuple(name for name, noise in zip(self._names, noisy, strict=True) if noise)
-        return Achieved(samples=tuple(found), float32=before, not_judged=skipped)
+        return Achieved(samples=tuple(found), rounding=before, not_judged=skipped)
 
     @functools.cache  # noqa: B019 - lives as long as one search
     def _noisy(self) -> list[bool]:
         """Whether each result is only rounding error, on some sample; none is if all are."""
-        samples = [self._results(number)[1] for number in range(len(self._samples))]
-        return comparison.only_rounding(zip(*samples, strict=True))
+        changes = [self._results(number)[1] for number in range(len(self._samples))]
+        return comparison.only_rounding(zip(*changes, strict=True))
 
-    def _results(self, number: int) -> tuple[list[Any], list[comparison.Error]]:
+    def _results(self, number: int) -> tuple[list[Any], list[float]]:
         if number not in self._known:
-            exact, own = self._exact(self._samples[number]), self._own(self._samples[number])
-            self._known[number] = exact, list(map(comparison.measure, own, exact))
+            sample = samples.fitted(self._samples[number], self._module)
+            self._known[number] = self._runs(sample), self._runs.roundings(sample)
         return self._known[number]
 
 
-def _error(before: comparison.Error, after: comparison.Error, noise: bool) -> float:
-    if after.nonfinite > before.nonfinite or math.isnan(after.relative):
+def _error(error: comparison.Error, noise: bool) -> float:
+    if error.nonfinite or math.isnan(error.relative):
         return math.inf
-    return 0.0 if noise else after.relative
+    return 0.0 if noise else error.relative
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +125,7 @@ def convert_within(
     program: Program,
     policy: Policy,
     low: LowDtype,
-    samples: Sequence[Sample],
+    given: Sequence[Sample],
     target_error: float,
     *,
     keep_io: bool = True,
@@ -143,7 +140,7 @@ def convert_within(
         program: as `io.load` gives it.
         policy: what it keeps in float32 stays there.
         low: the low dtype.
-        samples: arguments of one call each.
+        given: arguments of one call each.
         target_error: largest accepted error of a result.
         keep_io: as for `autocast`.
         strict: as for `autocast`.
@@ -151,9 +148,9 @@ def convert_within(
     Raises:
         ModuleError: the program cannot be run on one device, or the samples do not fit.
     """
-    planned = Planned(program, policy, low, samples, keep_io)
+    planned = Planned(program, policy, low, given, keep_io)
     warn_of_rules(program, policy, planned.first, strict=strict)
-    few = len(samples) < _FEW
+    few = len(given) < _FEW
     found = search(
         planned,
         budget={_QUANTITY: target_error},
@@ -174,14 +171,14 @@ class Planned(SearchProgram):
         program: Program,
         policy: Policy,
         low: LowDtype,
-        samples: Sequence[Sample],
+        given: Sequence[Sample],
         keep_io: bool = True,
     ) -> None:
-        self.batches = max(3, len(samples))  # a search wants three; of fewer samples the first ones count twice
+        self.batches = max(3, len(given))  # a search wants three; of fewer samples the first ones count twice
         self._program, self._policy, self._low, self._keep_io = program, policy, low, keep_io
-        self._samples = list(samples)
+        self._samples = list(given)
         self._rates = rates(_MACHINES.get(policy.name, "v6e"))
-        self.original = Original(program, samples)
+        self.original = Original(program, given)
         self._flagged: dict[int, str] = {}
         """Number of a node -> why the samples keep it in float32."""
         self._products: list[tuple[int, Candidate]] = []
@@ -203,8 +200,8 @@ class Planned(SearchProgram):
         return self.original.measure(self._last[1], [sample]).error
 
     def noise(self) -> Mapping[str, float]:
-        """The error of float32."""
-        return {_QUANTITY: self.original.measure(comparison.Runs(self._program.module)).float32}
+        """What one rounding changes."""
+        return {_QUANTITY: self.original.measure(comparison.Runs(self._program.module)).rounding}
 
     def converted(self, plan: Plan, found: Found | None = None) -> Converted:
         """The program of a plan; with `found` reasons have the measured errors."""
@@ -231,7 +228,7 @@ class Planned(SearchProgram):
         return convert(self._program, self._policy, self._low, keep_io=self._keep_io, keep=keep)
 
     def _look(self, copied: ir.MlirModule, propagation: Propagation) -> Callable[[CastNode], str]:
-        # The first conversion: what overflows on the samples, and the products.
+        # The first conversion: what overflows on the given, and the products.
         reasons = calibration.keep_reasons(copied, propagation, self._low, list(map(tuple, self._samples)), math.inf)
         machine = self._rates
         for number, node in enumerate(propagation.nodes):

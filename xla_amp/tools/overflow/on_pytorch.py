@@ -200,7 +200,7 @@ _SUSPECTS_PER_RUN = 16
 model has many intended infinities."""
 _NO_OPERATIONS = (
     "find_overflow: the step ran no torch operation, so nothing was watched. For a JAX function: "
-    "xla_amp.jax.find_overflow(function, *args); for a StableHLO module: xla_amp.stablehlo.find_overflow"
+    "xla_amp.jax.find_overflow(function, *args)"
 )
 _DIVERGED = (
     "find_overflow: two runs of the step differ ({} operations, then {}). Pass the batch as an argument instead of "
