@@ -190,7 +190,7 @@ def debug() -> frozenset[Debug]:
     """``XLA_AMP_DEBUG``: what is logged, as words with commas; see `xla_amp.lazy.programs.recompile_reasons`.
 
     ``recompile``: each program compiled after a line's first, and each new capture, with the reason.  ``sync``: each
-    time that Python waits for the device, with what asked.
+    time that Python waits for the device, with the line.
 
     Raises:
         PolicyError: an unknown word.

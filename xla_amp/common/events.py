@@ -187,7 +187,7 @@ def warn(text: str, category: type[XlaAmpWarning] = XlaAmpWarning, at: tuple[str
         category: by which users filter it.
         at: file and line; None is the innermost stack frame outside torch, JAX, xla_amp and the frameworks above them.
     """
-    frame, _ = user_frame(_LIBRARIES)
+    frame = user_frame(_LIBRARIES)
     if at is not None:
         warnings.warn_explicit(text, category, *at)
     elif frame is None:
@@ -204,24 +204,20 @@ def user_location() -> str:
     Frames are compared by module name: a folder on the user's path may be called torch or xla_amp.  Generated code
     (our kernels, graphs of torch.fx) has no module name and is skipped.
     """
-    frame, _ = user_frame()
+    frame = user_frame()
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def user_frame(libraries: frozenset[str] = _OURS) -> tuple[FrameType | None, str]:
-    """The frame of `user_location`, or None; and the name of the function of torch or xla_amp that it called.
+def user_frame(libraries: frozenset[str] = _OURS) -> FrameType | None:
+    """The frame of `user_location`, or None.
 
     Args:
         libraries: packages whose frames are not the user's.
     """
     frame = inspect.currentframe()
-    called = ""
     while frame is not None:
-        module: str = frame.f_globals.get("__name__", "")
-        root = module.partition(".")[0]
+        root = frame.f_globals.get("__name__", "").partition(".")[0]
         if root not in libraries and frame.f_code is not user_frame.__code__:
-            return frame, called
-        if root and not frame.f_code.co_name.startswith("<"):
-            called = frame.f_code.co_name
+            return frame
         frame = frame.f_back
-    return None, called
+    return None

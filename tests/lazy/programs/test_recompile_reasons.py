@@ -134,29 +134,23 @@ def read(x: torch.Tensor) -> None:
     f"{x.sum()}"
 
 
-def test_each_host_sync_is_logged_with_its_line_and_what_asked(
+def test_each_host_sync_is_logged_with_its_line(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XLA_AMP_DEBUG", "sync")
     read(torch.rand(3).to(device))
     xla_amp.sync(wait=True)
-    expected = (
-        (1, "item(), bool(), float() or int(): x.sum().item()"),
-        (2, "bool(): if x.sum() > 1:"),
-        (4, "print() or repr(): print(x)"),
-        (5, "cpu(), to(), numpy() or tolist(): x.cpu()"),
-        (6, 'format(): f"{x.sum()}"'),
-    )
+    expected = ((1, "x.sum().item()"), (2, "if x.sum() > 1:"), (4, "print(x)"), (5, "x.cpu()"), (6, 'f"{x.sum()}"'))
     *texts, last = list(dict.fromkeys(logged(caplog)))
-    assert texts == [f"Python waits for the device: {line_of(read, at)}, {what}" for at, what in expected]
-    assert "sync(wait=True)" in last
+    assert texts == [f"Python waits for the device: {line_of(read, at)}: {what}" for at, what in expected]
+    assert last.endswith(": xla_amp.sync(wait=True)")
 
 
 def test_the_report_sums_up_by_line(device: torch.device) -> None:
     by_shape(device, 3)
     report = xla_amp.metrics.report()
     assert f"       3  {line_of(by_shape, 2)}: an input is float32[3,2]" in report
-    assert f"       3  {line_of(by_shape, 2)}, cpu(), to(), numpy() or tolist(): (torch.ones" in report
+    assert f"       3  {line_of(by_shape, 2)}: (torch.ones" in report
     xla_amp.metrics.reset()
     assert "by line" not in xla_amp.metrics.report()
 

@@ -310,7 +310,7 @@ def leave(text: str, *, failed: bool) -> str:
 
 
 def _place() -> tuple[str, int]:
-    frame, _ = events.user_frame()
+    frame = events.user_frame()
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 

@@ -9,14 +9,12 @@ that compiles again and again is warned about once.
 from __future__ import annotations
 
 import dataclasses
-import dis
 import itertools
 import linecache
 import logging
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from types import CodeType
 from typing import Any
 
 from xla_amp.common import config, events
@@ -42,25 +40,6 @@ _GROWING = (
 _ROWS = 10
 """Most lines in a table of the report."""
 
-ASKED = {
-    "_equal": "torch.equal()",
-    "_item": "item()",
-    "_to_copy": "cpu(), to(), numpy() or tolist()",
-    "_copy_": "copy_()",
-    "__array__": "numpy()",
-    "__contains__": "in",
-    "__format__": "format()",
-    "__repr__": "print() or repr()",
-    "array_of": "a read",
-    "step": "Optimizer.step()",
-    "sync": "sync(wait=True)",
-    "synchronize": "synchronize()",
-}
-"""Function of torch or this package that the user's line called -> what asked for the value."""
-_TESTS = ("POP_JUMP", "UNARY_NOT", "TO_BOOL", "JUMP_IF", "FOR_ITER", "COMPARE_OP")
-"""Bytecode that asks for a tensor's truth; a comparison does from Python 3.13 on."""
-_FORMATS = ("FORMAT_", "CONVERT_VALUE", "BUILD_STRING")
-
 
 @dataclasses.dataclass
 class _Line:
@@ -77,8 +56,8 @@ class _Line:
 
 
 _lines: dict[str, _Line] = {}
-_waits: Counter[tuple[CodeType | None, int, int, str]] = Counter()
-"""(code, line, bytecode, function called) -> times that Python waited there."""
+_waits: Counter[str] = Counter()
+"""Line -> times that Python waited there."""
 
 
 def reset() -> None:
@@ -194,25 +173,23 @@ def difference(old: Sequence[int], new: Sequence[int]) -> str | None:
 def _instruction_change(position: int, old: Instruction, new: Instruction, reader: str) -> str:
     if old.emit is None and new.emit is None:
         return f"an input is {_show(new)}, {_show(old)} before{reader}"
-    if old.name == new.name:
-        for name, value in new.constants.items():
-            if name in old.constants and old.constants[name] != value:
-                return f"the argument {name} of {new.name} is {value!r}, {old.constants[name]!r} before{_at(new)}"
-        for name, value in old.constants.items():
-            if name not in new.constants and new.ints > old.ints:
-                return f"the argument {name} of {new.name}, {value!r} before, has changed and is data now{_at(new)}"
-        if old.outs != new.outs:
-            return f"{new.name} gives {_show(new)}, {_show(old)} before{_at(new)}"
-        return f"an argument of {new.name} (operation {position}) has another shape, dtype or kind{_at(new)}"
-    return f"operation {position} is {_name(new)}, {_name(old)} before{_at(new)}"
+    if old.name != new.name:
+        return f"operation {position} is {_name(new)}, {_name(old)} before{_at(new)}"
+    for name in (*new.constants, *old.constants):
+        value, before = new.constants.get(name), old.constants.get(name)
+        if name in old.constants and name in new.constants and value != before:
+            return f"the argument {name} of {new.name} is {value!r}, {before!r} before{_at(new)}"
+        if name not in new.constants and new.ints > old.ints:
+            return f"the argument {name} of {new.name}, {before!r} before, has changed and is data now{_at(new)}"
+    if old.outs != new.outs:
+        return f"{new.name} gives {_show(new)}, {_show(old)} before{_at(new)}"
+    return f"an argument of {new.name} (operation {position}) has another shape, dtype or kind{_at(new)}"
 
 
 def _reader(rest: Sequence[Node], number: int) -> str:
     """The first operation of a trace that reads value `number`."""
-    for node in rest:
-        if number in node.inputs:
-            return f", read by {node.instruction.name}{_at(node.instruction)}"
-    return ""
+    found = next((node.instruction for node in rest if number in node.inputs), None)
+    return "" if found is None else f", read by {found.name}{_at(found)}"
 
 
 def _name(instruction: Instruction) -> str:
@@ -231,34 +208,22 @@ def _at(instruction: Instruction) -> str:
 
 
 def host_waits() -> None:
-    """Counts that Python waits for the device, by the user's line and what asked there.
+    """Counts that Python waits for the device, by the user's line.
 
     Raises:
         PolicyError: ``XLA_AMP_DEBUG`` has an unknown word.
     """
-    frame, called = events.user_frame()
-    key = (None, 0, 0, called) if frame is None else (frame.f_code, frame.f_lineno, frame.f_lasti, called)
-    _waits[key] += 1
+    location = events.user_location()
+    _waits[location] += 1
     if "sync" in config.debug():
-        _log.warning("Python waits for the device: %s", _wait_text(*key))
+        _log.warning("Python waits for the device: %s", _with_source(location))
 
 
-def _wait_text(code: CodeType | None, line: int, instruction: int, called: str) -> str:
-    if code is None:
-        return f"a thread without Python code, {_asked('', called)}"
-    opcode = dis.opname[code.co_code[instruction]] if instruction >= 0 else ""
-    source = linecache.getline(code.co_filename, line).strip()
-    return f"{code.co_filename}:{line}, {_asked(opcode, called)}" + (f": {source}" if source else "")
-
-
-def _asked(opcode: str, called: str) -> str:
-    if called == "_item" and any(part in opcode for part in _TESTS):
-        return "bool()"
-    if called in ("_item", "__format__") and opcode.startswith(_FORMATS):
-        return "format()"
-    if called == "_item":
-        return "item(), bool(), float() or int()"
-    return ASKED.get(called, called)
+def _with_source(location: str) -> str:
+    """A line with its text: what asks for the value."""
+    file, _, number = location.rpartition(":")
+    source = linecache.getline(file, int(number or 0)).strip()
+    return (location or "a thread without Python code") + (f": {source}" if source else "")
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
@@ -266,7 +231,9 @@ def _asked(opcode: str, called: str) -> str:
 
 def report() -> str:
     """The lines with most compilations and host syncs, as text; empty if there are none."""
-    return _table("compilations by line", _compilation_rows()) + _table("host syncs by line", _wait_rows())
+    return _table("compilations by line", _compilation_rows()) + _table(
+        "host syncs by line", [(count, _with_source(where)) for where, count in list(_waits.items())]
+    )
 
 
 def _compilation_rows() -> list[tuple[int, str]]:
@@ -276,13 +243,6 @@ def _compilation_rows() -> list[tuple[int, str]]:
         reason = f": {line.newest}" if line.newest else ""
         rows.append((line.programs, f"{where or 'a backward pass'}{captures}{reason}"))
     return rows
-
-
-def _wait_rows() -> list[tuple[int, str]]:
-    counts: Counter[str] = Counter()
-    for key, count in list(_waits.items()):
-        counts[_wait_text(*key)] += count
-    return [(count, text) for text, count in counts.items()]
 
 
 def _table(title: str, rows: list[tuple[int, Any]]) -> str:
