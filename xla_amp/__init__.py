@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     # What type checkers and IDEs read. `_PUBLIC` and `_MODULES` load the same names at run time, on first use.
     from xla_amp import checkpoint as checkpoint
     from xla_amp import errors as errors
+    from xla_amp import integrations as integrations
     from xla_amp import jax as jax
     from xla_amp import lowering as lowering
     from xla_amp import policy as policy
@@ -87,6 +88,7 @@ _PUBLIC = {
 _MODULES = {
     "checkpoint": "xla_amp.checkpoint",
     "errors": "xla_amp.errors",
+    "integrations": "xla_amp.integrations",
     "jax": "xla_amp.jax",
     "lowering": "xla_amp.lowering",
     "policy": "xla_amp.policy",
@@ -98,7 +100,11 @@ _MODULES = {
 }
 """Public module -> its full name."""
 
+_WITHOUT_TORCH = ("errors", "explain", "integrations", "jax", "lowering", "policy", "stablehlo")
+"""Public names that need no PyTorch."""
+
 __all__ = ["__version__", *sorted((*_PUBLIC, *_MODULES))]
+__all__ = _renamed.importable(__all__, (_PUBLIC | _MODULES).keys() - _WITHOUT_TORCH)
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 

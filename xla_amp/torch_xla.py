@@ -1,45 +1,83 @@
 """Names of PyTorch/XLA that `xla_amp.xla_model` does not have, for scripts written for torch_xla.
 
 One module stands for several of torch_xla's: ``from xla_amp import torch_xla``, ``import xla_amp.torch_xla as xr``
-(``torch_xla.runtime``), ``as xs`` (``distributed.spmd``), ``as pl`` (``distributed.parallel_loader``), ``as met``
-(``debug.metrics``).  docs/migration.md has the table.
+(``torch_xla.runtime``), ``as xs`` (``distributed.spmd``), ``as pl`` (``distributed.parallel_loader``), ``as xmp``
+(``distributed.xla_multiprocessing``), ``as met`` (``debug.metrics``), ``as xp`` (``debug.profiler``), ``as xu``
+(``utils.utils``), ``as test_utils`` (``test.test_utils``).  docs/migration.md has the table.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, overload
 
+import jax
 import numpy as np
 import torch
+from jax.profiler import StepTraceAnnotation as StepTrace
+from jax.profiler import TraceAnnotation as Trace
 from jax.sharding import Mesh as _JaxMesh
 
 from xla_amp.backends import base
 from xla_amp.common import config
+from xla_amp.common import torch_xla_names as _names
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.capture.compiled_step import compile as _compile
 from xla_amp.lazy.distributed import launch as _launching
 from xla_amp.lazy.distributed import spmd
-from xla_amp.pytorch.data.loader import MpDeviceLoader
+from xla_amp.lazy.programs import mesh as _meshes
+from xla_amp.pytorch.data.loader import DeviceLoader
 from xla_amp.pytorch.distributed import xla_model
+from xla_amp.pytorch.distributed.script_helpers import (
+    SampleGenerator,
+    close_summary_writer,
+    get_summary_writer,
+    now,
+    print_test_update,
+    print_training_update,
+    write_to_summary,
+)
 
 __all__ = [
     "Mesh",
     "MpDeviceLoader",
+    "SampleGenerator",
+    "StepTrace",
+    "Trace",
+    "addressable_device_count",
+    "addressable_runtime_device_count",
+    "close_summary_writer",
     "compile",
     "device",
+    "device_count",
     "device_type",
+    "get_summary_writer",
+    "global_device_count",
     "global_ordinal",
+    "global_runtime_device_count",
+    "is_bf16_supported",
+    "is_spmd",
     "launch",
+    "local_device_count",
     "local_ordinal",
     "manual_seed",
     "mark_sharding",
     "metrics_report",
+    "now",
+    "print_test_update",
+    "print_training_update",
+    "process_count",
+    "process_index",
+    "short_metrics_report",
+    "spawn",
+    "start_server",
     "sync",
     "use_spmd",
+    "using_pjrt",
     "world_size",
+    "write_to_summary",
 ]
 
 device = xla_model.xla_device
@@ -49,6 +87,8 @@ world_size = xla_model.get_world_size
 global_ordinal = xla_model.get_ordinal
 local_ordinal = xla_model.get_local_ordinal
 metrics_report = base.metrics.report
+process_index = xla_model.get_ordinal
+process_count = xla_model.get_world_size
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -56,6 +96,85 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def device_type() -> str:
     """``"CPU"``, ``"CUDA"`` or ``"TPU"``; starts the device."""
     return xla_model.xla_device_hw(xla_model.xla_device())
+
+
+def short_metrics_report(counter_names: Sequence[str] = (), metric_names: Sequence[str] = ()) -> str:
+    """One line a counter of `xla_amp.metrics`: those named, or all."""
+    wanted = {*counter_names, *metric_names}
+    return "\n".join(f"{name}: {count}" for name, count in base.metrics().items() if not wanted or name in wanted)
+
+
+def start_server(port: int) -> Any:
+    """`jax.profiler.start_server`; keep the result as long as profiles are to be taken."""
+    return jax.profiler.start_server(port)
+
+
+def using_pjrt() -> bool:
+    """True."""
+    return True
+
+
+is_bf16_supported = using_pjrt
+
+
+def is_spmd() -> bool:
+    """Whether this is an SPMD program: a tensor has been marked."""
+    return _meshes.is_partitioned()
+
+
+def global_runtime_device_count() -> int:
+    """The number of devices of all processes: those of `xla_amp.make_mesh`."""
+    xla_model.xla_device()
+    return len(spmd.all_devices())
+
+
+def addressable_runtime_device_count() -> int:
+    """The number of devices of this process."""
+    return sum(device.process_index == jax.process_index() for device in spmd.all_devices())
+
+
+global_device_count = global_runtime_device_count
+addressable_device_count = local_device_count = device_count = addressable_runtime_device_count
+
+
+class MpDeviceLoader(DeviceLoader):
+    """`xla_amp.DeviceLoader` with torch_xla's arguments.
+
+    Args:
+        loader: an iterable of batches.
+        device: where they go; None is the XLA device.
+        device_prefetch_size: batches on the device ahead of the one in use.
+        loader_prefetch_size: ignored; one thread reads the loader and uploads.
+        host_to_device_transfer_threads: ignored.
+        **options: as for `xla_amp.DeviceLoader`.
+
+    Raises:
+        ValueError: `input_sharding`, or `batches_per_execution` other than 1.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: Any = None,
+        *,
+        device_prefetch_size: int = 2,
+        loader_prefetch_size: int = 16,
+        host_to_device_transfer_threads: int = 1,
+        input_sharding: Any = None,
+        batches_per_execution: int = 1,
+        **options: Any,
+    ) -> None:
+        if input_sharding is not None:
+            raise ValueError(
+                "MpDeviceLoader(input_sharding=...): xla_amp.shard(model, mesh) splits batches; for other layouts call "
+                "xla_amp.global_batch or mark_sharding on the batch"
+            )
+        if batches_per_execution != 1:
+            raise ValueError(
+                f"MpDeviceLoader(batches_per_execution={batches_per_execution}): each request for a batch ends the "
+                "step; iterate over the loader and pass several batches to one step"
+            )
+        super().__init__(loader, device, options.pop("prefetch", device_prefetch_size), **options)
 
 
 @overload
@@ -100,6 +219,35 @@ def launch(
         fn(0, *args)
     else:
         _launching.launch(fn, count, args)
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    nprocs: int | None = None,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> None:
+    """`launch`, with the arguments of ``xmp.spawn``.
+
+    Args:
+        fn: importable by name.
+        args: picklable.
+        nprocs: 1 to run in this process; None for one process for each device; another number as `xla_amp.launch`.
+        join: True.
+        daemon: ignored.
+        start_method: ``"spawn"``.
+
+    Raises:
+        ValueError: another `start_method`, or ``join=False``.
+    """
+    if not join:
+        raise ValueError("spawn(join=False): expected True; start the processes by torchrun to go on beside them")
+    if nprocs in (None, 1) or config.process() is not None or start_method != "spawn":
+        launch(fn, args, start_method, debug_single_process=nprocs == 1)
+    else:
+        _launching.launch(fn, int(nprocs or 1), args)
 
 
 def _devices_here() -> int:
@@ -160,6 +308,10 @@ def mark_sharding(
         return tuple(map(named, entry)) if isinstance(entry, (tuple, list)) else entry
 
     return spmd.mark_sharding(t, mesh, [named(entry) for entry in partition_spec])
+
+
+def __getattr__(name: str) -> object:
+    raise _names.missing(__name__, name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -4,11 +4,13 @@ One row a name, with what it calls.  The collectives record those of the device'
 the backend ``xla_amp`` does.
 """
 
+from xla_amp.common import torch_xla_names as _torch_xla_names
 from xla_amp.pytorch.distributed.gradients import (
     broadcast_master_param,
     reduce_gradients,
 )
 from xla_amp.pytorch.distributed.gradients import fetch_gradients as _fetch_gradients
+from xla_amp.pytorch.distributed.script_helpers import RateTracker
 from xla_amp.pytorch.distributed.xla_model import (
     add_step_closure,
     get_local_ordinal,
@@ -56,6 +58,7 @@ __all__ = [
     "REDUCE_OR",
     "REDUCE_SUM",
     "REDUCE_TYPES",
+    "RateTracker",
     "_fetch_gradients",
     "add_step_closure",
     "all_gather",
@@ -87,3 +90,11 @@ __all__ = [
     "xla_device_hw",
     "xrt_world_size",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise _torch_xla_names.missing(__name__, name, __all__)
+
+
+def __dir__() -> list[str]:
+    return __all__

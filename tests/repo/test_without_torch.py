@@ -59,7 +59,7 @@ def test_names_that_need_torch_say_so(tmp_path):
         import xla_amp
 
         for module in (xla_amp, xla_amp.jax):
-            for name in module.__all__:
+            for name in module._PUBLIC | getattr(module, "_MODULES", {}):
                 try:
                     getattr(module, name)
                 except ImportError as error:
@@ -74,6 +74,24 @@ def test_names_that_need_torch_say_so(tmp_path):
         f"xla_amp.{name}" for name in ("errors", "explain", "jax", "lowering", "policy", "stablehlo", "jax.autocast")
     }
     assert free.isdisjoint(found)
+
+
+def test_without_torch_a_package_lists_what_it_can_load(tmp_path):
+    found = run(
+        """
+        import inspect, pydoc, xla_amp
+        from xla_amp import *
+        from xla_amp.jax import *
+
+        for module in (xla_amp, xla_amp.jax, xla_amp.integrations):
+            assert pydoc.render_doc(module)
+            assert "autocast" in dict(inspect.getmembers(module)) or module is not xla_amp.jax
+            assert "GradScaler" not in dir(module)
+        print(autocast is xla_amp.jax.autocast, explain is xla_amp.explain, "torch" in sys.modules)
+        """,
+        tmp_path,
+    )
+    assert found.split() == ["True", "True", "False"]
 
 
 def test_torch_is_an_extra():

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from xla_amp.common import config, events
+from xla_amp.common import arguments, config, events
 from xla_amp.common.types import LAZY as LAZY
 from xla_amp.errors import EngineError
 
@@ -223,6 +223,7 @@ def memory_stats() -> Mapping[str, int]:
 
 def sync(wait: bool = False) -> None:
     """Ends the step: runs the recorded operations as one XLA program; with `wait`, waits for the device."""
+    arguments.require(f"sync(wait={wait!r})", wait, bool, "True or False")
     select().sync(wait)
 
 

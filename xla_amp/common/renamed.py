@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,20 @@ def table() -> Mapping[str, str]:
     """Full old name -> full new name, or what to use instead."""
     found: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     return found
+
+
+def importable(public: Iterable[str], needs_torch: Iterable[str]) -> list[str]:
+    """The public names of a package that can be loaded here: without PyTorch not those that need it.
+
+    So ``from xla_amp import *``, ``help`` and `inspect.getmembers` work in an environment for JAX.  Asked for by name,
+    each says what to install.
+    """
+    try:
+        without = importlib.util.find_spec("torch") is None
+    except ImportError:
+        without = True
+    left_out = frozenset(needs_torch) if without else frozenset()
+    return [name for name in public if name not in left_out]
 
 
 def missing(package: str, name: str, public: Iterable[str]) -> AttributeError | ImportError:

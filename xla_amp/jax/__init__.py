@@ -47,7 +47,9 @@ _PUBLIC = {
 }
 """Public name -> module that defines it."""
 
-__all__ = sorted(_PUBLIC)
+_NEEDS_TORCH = ("from_jax", "from_torch", "functional", "to_jax", "torch_function")
+
+__all__ = _renamed.importable(sorted(_PUBLIC), _NEEDS_TORCH)
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.common import events
+from xla_amp.common import arguments, events
 from xla_amp.common import loss_scaling as formula
 from xla_amp.errors import PolicyError
 from xla_amp.jax import compat
@@ -241,6 +241,7 @@ def value_and_grad(
         >>> out.value.dtype, out.grads.dtype, bool(out.finite)
         (dtype('float16'), dtype('float32'), True)
     """
+    arguments.require_function("value_and_grad(fn)", fn, "a function that returns a loss")
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def scaled_value_and_grad(loss_scale: LossScale, *args: _P.args, **kwargs: _P.kwargs) -> ScaledGradients[_T]:

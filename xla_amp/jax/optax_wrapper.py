@@ -83,6 +83,10 @@ def skip_nonfinite(
 
     if conditionals not in get_args(_Conditionals):
         raise PolicyError(f"skip_nonfinite(conditionals={conditionals!r}): expected 'keep' or 'select'")
+    if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
+        raise TypeError(
+            f"skip_nonfinite(inner): expected an optax transformation such as optax.adam(1e-3), got {inner!r}"
+        )
     extended = optax.with_extra_args_support(inner)
 
     def run(updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:

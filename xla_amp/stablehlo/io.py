@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from xla_amp.common import arguments
 from xla_amp.errors import FileError, ModuleError
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.guard import guard
@@ -36,6 +37,7 @@ def load(path: str | os.PathLike[str], *, function: str | None = None) -> Progra
         FileError: the file cannot be read.
         ModuleError: the file does not hold a program, or no such function; the folder holds none, or several.
     """
+    arguments.require("load(path)", path, arguments.PATH, "the name of a file, or of a folder with a dump")
     try:
         if Path(path).is_dir():
             path = _dumped(Path(path))

@@ -7,19 +7,24 @@ import subprocess
 import sys
 
 import forked
+import jax
 import numpy as np
 import pytest
 import torch
 from source_tree import ROOT
 
+import xla_amp
 import xla_amp.torch_xla as implementation
 from xla_amp import torch_xla
 from xla_amp import torch_xla as met
 from xla_amp import torch_xla as pl
+from xla_amp import torch_xla as test_utils
+from xla_amp import torch_xla as xp
 from xla_amp import torch_xla as xr
 from xla_amp import torch_xla as xs
+from xla_amp import torch_xla as xu
 from xla_amp import xla_model as xm
-from xla_amp.common import config
+from xla_amp.common import config, torch_xla_names
 
 
 @pytest.fixture
@@ -32,6 +37,13 @@ def test_names_that_xla_model_has_in_other_words():
     assert (torch_xla.device, torch_xla.sync, torch_xla.manual_seed) == (xm.xla_device, xm.mark_step, xm.set_rng_state)
     assert (xr.world_size, xr.global_ordinal) == (xm.get_world_size, xm.get_ordinal)
     assert xr.local_ordinal is xm.get_local_ordinal
+    assert (xr.process_index, xr.process_count) == (xm.get_ordinal, xm.get_world_size)
+
+
+def test_counts_of_devices(device):
+    assert xr.global_runtime_device_count() == len(jax.devices()) == xr.addressable_runtime_device_count()
+    assert xr.using_pjrt()
+    assert xr.is_bf16_supported()
 
 
 @pytest.mark.parametrize(("platform", "name"), [("gpu", "CUDA"), ("tpu", "TPU"), ("cpu", "CPU")])
@@ -44,6 +56,51 @@ def test_hardware_has_torch_xlas_names(device, monkeypatch, platform, name):
 
 def test_metrics_report():
     assert "compilations" in met.metrics_report()
+    assert met.short_metrics_report(["host_syncs"]).startswith("host_syncs: ")
+    assert len(met.short_metrics_report().splitlines()) == len(xla_amp.metrics())
+
+
+@pytest.mark.parametrize("module", [torch_xla, xm], ids=["torch_xla", "xla_model"])
+@pytest.mark.parametrize("row", torch_xla_names.table(), ids=lambda row: row.names[0])
+def test_a_name_without_a_counterpart_tells_what_to_write(module, row):
+    for name in row.names:
+        with pytest.raises(AttributeError, match=re.escape(f".{name} has no counterpart in xla_amp. Write: ")):
+            getattr(module, name)
+    with pytest.raises(AttributeError, match=r"public names: .*spawn"):
+        torch_xla.xla_devise  # noqa: B018
+
+
+def test_the_order_of_torch_xlas_autocast_is_refused(device):
+    with pytest.raises(TypeError, match=r"Type autocast\('\w+', torch.bfloat16, True\)"):
+        xla_amp.autocast(device, True, torch.bfloat16)
+
+
+def test_a_script_of_torch_xla_feeds_and_logs(device, tmp_path, capsys):
+    loader = xu.SampleGenerator(data=(torch.ones(2, 3), torch.zeros(2)), sample_count=3)
+    options = {"loader_prefetch_size": 8, "device_prefetch_size": 4, "host_to_device_transfer_threads": 2}
+    batches = pl.MpDeviceLoader(loader, device, **options)
+    assert batches.prefetch == 4
+    tracker = xm.RateTracker()
+    writer = test_utils.get_summary_writer(str(tmp_path))
+    for _ in range(2):  # each pass has all batches
+        for step, (x, _) in enumerate(batches):
+            with xp.StepTrace("train"), xp.Trace("forward"):
+                tracker.add(len(x))
+            arguments = (device, step, 0.5, tracker.rate(), tracker.global_rate(), 1)
+            xm.add_step_closure(test_utils.print_training_update, (*arguments, writer))
+    xm.mark_step()
+    test_utils.write_to_summary(writer, 1, {"accuracy": 1.0}, write_xla_metrics=True)
+    test_utils.close_summary_writer(writer)
+    test_utils.print_test_update(device, 99.5, epoch=1)
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert all(line.startswith("| Training Device=jax:0/0 Epoch=1 Step=") for line in lines)
+    assert "Accuracy=99.50" in last
+    assert len(list(tmp_path.iterdir())) == 1
+    assert 0 < tracker.global_rate() < 1e9
+    for wrong in ({"input_sharding": "data"}, {"batches_per_execution": 2}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            pl.MpDeviceLoader(loader, device, **wrong)
 
 
 def test_compile(device):
@@ -116,7 +173,8 @@ def test_launch_in_this_process(monkeypatch):
     torch_xla.launch(lambda *found: seen.append(found), args=(1,), debug_single_process=True)
     monkeypatch.setattr(implementation, "_devices_here", lambda: 1)
     torch_xla.launch(lambda *found: seen.append(found), args=(2,))
-    assert seen == [(0, 1), (0, 2)]
+    torch_xla.spawn(lambda *found: seen.append(found), args=(3,), nprocs=1)
+    assert seen == [(0, 1), (0, 2), (0, 3)]
 
 
 @pytest.mark.full
@@ -133,8 +191,11 @@ def test_launch(tmp_path, count):
 
 
 def test_launch_refuses_a_fork():
-    with pytest.raises(ValueError, match="expected 'spawn'"):
-        torch_xla.launch(print, start_method="fork")
+    for start in (torch_xla.launch, torch_xla.spawn):
+        with pytest.raises(ValueError, match="expected 'spawn'"):
+            start(print, start_method="fork")
+    with pytest.raises(ValueError, match="join=False"):
+        torch_xla.spawn(print, join=False)
 
 
 DEVICE = """
@@ -161,3 +222,6 @@ def test_the_page_has_every_name():
     section = page.partition("## torch_xla's names")[2].partition("\n## ")[0]
     named = set(re.findall(r"`xla_amp\.torch_xla\.(\w+)", section))
     assert named == set(torch_xla.__all__)
+    for row in torch_xla_names.table():
+        names = ", ".join(f"`{name}`" for name in row.names)
+        assert f"| `{row.module}` | {names} | {row.write} |" in section

@@ -32,7 +32,7 @@ from jax.sharding import SingleDeviceSharding
 from torch.optim import Optimizer
 
 from xla_amp.backends import devices, trees
-from xla_amp.common import config
+from xla_amp.common import arguments, config
 from xla_amp.errors import DeviceError, FileError, MissingLibraryError, XlaAmpError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import checkpoint_digests, checkpoint_folder, processes
@@ -166,6 +166,7 @@ def _exit_status() -> None:
 
 def _begin(call: str, state: Mapping[str, Any], path: str | os.PathLike[str]) -> Callable[[], None]:
     """Copies the values to the host and starts to write them; the result finishes the checkpoint."""
+    _check_arguments(call, state, path)
     orbax = _orbax()
     _one_value(call)
     named = f"checkpoint.{call}({str(path)!r})"
@@ -232,6 +233,11 @@ def _begin(call: str, state: Mapping[str, Any], path: str | os.PathLike[str]) ->
 
 
 _numbers = itertools.count()
+
+
+def _check_arguments(call: str, state: object, path: object) -> None:
+    arguments.require(f"checkpoint.{call}(state)", state, Mapping, 'objects by name such as {"model": model}')
+    arguments.require(f"checkpoint.{call}(path=...)", path, arguments.PATH, "a folder such as 'run/step-100'")
 
 
 def _reason(error: Exception) -> str:
@@ -301,6 +307,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
         DeviceError: in one of several processes with separate values.
         MissingLibraryError: Orbax is not installed.
     """
+    _check_arguments("load", state, path)
     orbax = _orbax()
     devices.engine().device()
     _one_value("load")
@@ -329,13 +336,13 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
             marked[id(leaf)], keys[name] = layout, trees.keystr(where)
     try:
         with private_api.x64(), orbax.PyTreeCheckpointer() as reader:
-            arguments = {
+            restored = {
                 name: orbax.ArrayRestoreArgs(sharding=struct.sharding, dtype=struct.dtype)
                 for name, struct in wanted.items()
             }
             arrays = reader.restore(
                 folder / checkpoint_folder.ARRAYS,
-                orbax.args.PyTreeRestore({"arrays": wanted}, restore_args={"arrays": arguments}),
+                orbax.args.PyTreeRestore({"arrays": wanted}, restore_args={"arrays": restored}),
             )["arrays"]
     except jax.errors.JaxRuntimeError:
         raise
@@ -398,6 +405,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     number cannot be read is left out.  Those of an earlier version have none: they come before the others, by the time
     of their folder.
     """
+    arguments.require("checkpoint.latest(folder)", folder, arguments.PATH, "a folder such as 'run'")
 
     def order(path: Path) -> tuple[int, float]:
         facts = checkpoint_folder.read_facts(path)

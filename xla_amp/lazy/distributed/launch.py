@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xla_amp.backends import base
-from xla_amp.common import config
+from xla_amp.common import arguments, config
 from xla_amp.lazy.distributed import processes
 
 GRACE = 5
@@ -46,6 +46,9 @@ def launch(
         torch.multiprocessing.ProcessRaisedException: `function` raised; the message has the rank and the traceback.
         torch.multiprocessing.ProcessExitedException: a process was killed.
     """
+    arguments.require_function("launch(function)", function, "a function of a module, called as function(rank, *args)")
+    arguments.require("launch(nprocs=...)", nprocs, int, "the number of processes, 1 or more")
+    arguments.require("launch(args=...)", args, (tuple, list), "a tuple such as (batches,)")
     if nprocs < 1:
         raise ValueError(f"launch(nprocs={nprocs!r}): expected at least 1")
     if timeout is not None and timeout < config.TIMEOUT_LEAST:
@@ -53,8 +56,8 @@ def launch(
     base.require_lazy("launch()", "torch_xla.launch")
     from torch import multiprocessing
 
-    arguments = (function, args, nprocs, _two_ports(), timeout)
-    spawned = multiprocessing.spawn(_run, arguments, nprocs, join=False)  # type: ignore[attr-defined,no-untyped-call]
+    given = (function, tuple(args), nprocs, _two_ports(), timeout)
+    spawned = multiprocessing.spawn(_run, given, nprocs, join=False)  # type: ignore[attr-defined,no-untyped-call]
     while not spawned.join(grace_period=GRACE):
         pass
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from torch import nn
 
 from xla_amp.backends import base, devices, trees
-from xla_amp.common import events
+from xla_amp.common import arguments, events
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.distributed import same_values, spmd
 from xla_amp.lazy.graph.trace import trace
@@ -184,6 +184,8 @@ def shard(model: nn.Module, mesh: Mesh, recipe: str) -> Layout:
     base.require_lazy("shard()")
     if recipe not in RECIPES:
         raise ValueError(f"shard(recipe={recipe!r}): expected one of {', '.join(map(repr, RECIPES))}")
+    arguments.require("shard(model)", model, nn.Module, "a torch.nn.Module")
+    arguments.require("shard(mesh=...)", mesh, Mesh, "a mesh from xla_amp.make_mesh")
     axes = _axes(mesh, recipe)
     placed = list(_placed(model, mesh, RECIPES[recipe], axes))
     if RECIPES[recipe].parts and not any(axes["model"] in each.spec for each in placed):

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from xla_amp.backends import base, devices, module_paths, trees
+from xla_amp.common import arguments
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes, same_values
@@ -57,8 +58,9 @@ def make_mesh(axes: Mapping[str, int] | None = None, *, dcn: Mapping[str, int] |
     devices.engine().device()
     platform = pjrt.jax_device().platform
     together = processes.world_size() > 1
-    found = jax.devices(platform) if together else jax.local_devices(backend=platform)
+    found = all_devices()
     axes = {"data": len(found)} if axes is None else axes
+    _check_axes(axes, dcn)
     if math.prod(axes.values()) != len(found):
         hint = "; XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight of a CPU"
         where = f" of {processes.world_size()} processes" if together else ""
@@ -70,6 +72,23 @@ def make_mesh(axes: Mapping[str, int] | None = None, *, dcn: Mapping[str, int] |
     if not dcn:
         return Mesh(mesh_utils.create_device_mesh(shape, found, allow_split_physical_axes=True), tuple(axes))
     return Mesh(_arranged(axes, dcn, found), tuple(axes))
+
+
+def _check_axes(axes: Any, dcn: Any) -> None:
+    for name, given in (("axes", axes), ("dcn", {} if dcn is None else dcn)):
+        call = f"make_mesh({name}={given!r})"
+        arguments.require(call, given, Mapping, 'extents by name such as {"data": 4, "model": 2}')
+        for axis, extent in given.items():
+            arguments.require(call, axis, str, "names of axes that are texts")
+            arguments.require(call, extent, int, f"a number of devices for {axis!r}")
+    if not axes:
+        raise DeviceError('make_mesh(axes={}): expected an axis such as {"data": 4}; leave axes out for one over all')
+
+
+def all_devices() -> Sequence[jax.Device]:
+    """The devices of this process, or of all processes of its job: those of a mesh."""
+    platform = pjrt.jax_device().platform
+    return jax.devices(platform) if processes.world_size() > 1 else jax.local_devices(backend=platform)
 
 
 def _arranged(axes: Mapping[str, int], dcn: Mapping[str, int], found: Sequence[jax.Device]) -> np.ndarray:
@@ -121,6 +140,8 @@ def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> tor
         EngineError: the process uses torch_xla, or the processes have different values.
     """
     base.require_lazy("mark_sharding()", "torch_xla.distributed.spmd.mark_sharding")
+    arguments.require("mark_sharding(tensor)", tensor, torch.Tensor, "a tensor of the device")
+    arguments.require("mark_sharding(mesh=...)", mesh, Mesh, "a mesh from xla_amp.make_mesh")
     if tensor.device.type != DEVICE_TYPE:
         raise DeviceError(f"mark_sharding() expects a tensor on {DEVICE_TYPE!r}, got one on {tensor.device}")
     layout = NamedSharding(mesh, _partition("mark_sharding", tuple(tensor.shape), mesh, spec))
@@ -244,6 +265,7 @@ def global_batch(batch: Any, mesh: Mesh, spec: Sequence[Axis]) -> Any:
         >>> x, y = global_batch((x, y), mesh, ("data",))  # doctest: +SKIP
     """
     base.require_lazy("global_batch()")
+    arguments.require("global_batch(mesh=...)", mesh, Mesh, "a mesh from xla_amp.make_mesh")
     start(mesh)
 
     def spread(value: Any) -> Any:
@@ -291,6 +313,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
         >>> full_tensor(logits).cpu()  # doctest: +SKIP
     """
     base.require_lazy("full_tensor()")
+    arguments.require("full_tensor(tensor)", tensor, torch.Tensor, "a tensor of the device")
     if tensor.device.type != DEVICE_TYPE:
         raise DeviceError(f"full_tensor() expects a tensor on {DEVICE_TYPE!r}, got one on {tensor.device}")
     with torch.no_grad(), trace.lock:
@@ -304,7 +327,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _partition(call: str, shape: tuple[int, ...], mesh: Mesh, spec: Sequence[Axis]) -> PartitionSpec:
-    if isinstance(spec, str) or len(spec) > len(shape):
+    if isinstance(spec, str) or not isinstance(spec, Sequence) or len(spec) > len(shape):
         raise ValueError(
             f"{call}(spec={spec!r}): expected at most one entry per dimension of shape {list(shape)}, "
             'e.g. ("data", None)'

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from xla_amp.backends import base
+from xla_amp.common import arguments
 from xla_amp.errors import DeviceError, UnsupportedDtypeError
 from xla_amp.lazy import private_api, to_device
 from xla_amp.lazy.dtypes import TO_TORCH
@@ -91,6 +92,7 @@ def from_torch(tensor: torch.Tensor) -> torch.Tensor:
         EngineError: the process uses torch_xla.
     """
     base.require_lazy("from_torch()", "tensor.to(xla_amp.xla_device())")
+    arguments.require("from_torch(tensor)", tensor, torch.Tensor, "a tensor")
     device()
     if tensor.device.type == DEVICE_TYPE:
         return tensor
@@ -108,6 +110,7 @@ def array_behind(tensor: torch.Tensor) -> jax.Array:
     Raises:
         DeviceError: a tensor of another device.
     """
+    arguments.require("to_jax(tensor)", tensor, torch.Tensor, "a tensor of the device")
     if tensor.device.type != tensor_io.DEVICE_TYPE:
         raise DeviceError(
             f"expected a tensor of the lazy device, got one on {tensor.device}: move it with "

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from xla_amp.backends import base, trees
-from xla_amp.common import events
+from xla_amp.common import arguments, events
 from xla_amp.errors import CaptureError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer
@@ -98,6 +98,7 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
         (['input', 'weight', 'bias'], 'bfloat16')
     """
     base.require_lazy("export()")
+    arguments.require_function("export(step)", step, "a module or a function of a step")
     execute.sync(wait=True)
     named = dict(_named_arguments(step, args, kwargs))
     for name, tensor in _named_state(step):
@@ -121,8 +122,8 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
         for path, leaf in trees.tree_flatten_with_path(result)[0]
         if _is_lazy(leaf)
     ]
-    arguments = [names[id(tensor_io.buffer_of(tensor))] for tensor in _tensors((args, kwargs))]
-    return _assemble(run, program, names, list(dict.fromkeys(arguments)), returned)
+    given = [names[id(tensor_io.buffer_of(tensor))] for tensor in _tensors((args, kwargs))]
+    return _assemble(run, program, names, list(dict.fromkeys(given)), returned)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -23,7 +23,7 @@ import torch
 from xla_amp import policy as policies
 from xla_amp.backends import base, devices, dynamo
 from xla_amp.backends.base import Engine
-from xla_amp.common import config, events, interrupts
+from xla_amp.common import arguments, config, events, interrupts
 from xla_amp.common.types import Cast
 from xla_amp.errors import UnsupportedDtypeError
 from xla_amp.policy import Policy, effects, regions
@@ -106,6 +106,8 @@ class autocast:
         strict: bool = False,
     ) -> None:
         self.device = devices.device_type(device_type)
+        arguments.require("autocast(strict=...)", strict, bool, "True or False")
+        arguments.require("autocast(rules=...)", rules, (Mapping, type(None)), 'a mapping such as {"tanh": "fp32"}')
         enabled = native.check_flags(self.device, dtype, enabled, cache_enabled)
         self.dtype = dtype
         self.enabled = enabled

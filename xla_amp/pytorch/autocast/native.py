@@ -77,6 +77,11 @@ def check_flags(device_type: str, dtype: object, enabled: object, cache_enabled:
     Raises:
         TypeError: a flag is not a bool.
     """
+    if isinstance(dtype, bool) and isinstance(enabled, torch.dtype):
+        raise TypeError(
+            f"autocast({device_type!r}, {dtype}, {enabled}): the order is autocast(device, dtype, enabled), torch's; "
+            f"torch_xla's is autocast(device, enabled, dtype). Type autocast({device_type!r}, {enabled}, {dtype})"
+        )
     for name, flag in (("enabled", enabled), ("cache_enabled", False if cache_enabled is None else cache_enabled)):
         if not isinstance(flag, bool):
             raise TypeError(

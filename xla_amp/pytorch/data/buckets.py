@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from xla_amp.common import arguments
+
 SHORTEST = 16
 """The smallest of `bucket_sizes`, followed by its double."""
 
@@ -55,6 +57,10 @@ def pad_to_bucket(tensor: torch.Tensor, sizes: int | Sequence[int], dim: int = -
         >>> pad_to_bucket(torch.tensor([[7, 8, 9]]), (2, 4, 8), value=-100)
         tensor([[   7,    8,    9, -100]])
     """
+    arguments.require("pad_to_bucket(tensor)", tensor, torch.Tensor, "a tensor")
+    arguments.require("pad_to_bucket(dim=...)", dim, int, "the number of a dimension")
+    arguments.require("pad_to_bucket(value=...)", value, (int, float, bool), "a number")
+    _check_sizes(sizes)
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"pad_to_bucket(dim={dim}): the tensor of shape {list(tensor.shape)} has no such dimension")
     sizes = bucket_sizes(sizes) if isinstance(sizes, int) else sizes
@@ -70,6 +76,13 @@ def pad_to_bucket(tensor: torch.Tensor, sizes: int | Sequence[int], dim: int = -
     shape = list(tensor.shape)
     shape[dim] = room - extent
     return torch.cat([tensor, tensor.new_full(shape, value)], dim)
+
+
+def _check_sizes(sizes: object) -> None:
+    expected = "the longest extent, as 512, or the extents, as (128, 512)"
+    arguments.require("pad_to_bucket(sizes=...)", sizes, (int, Sequence), expected)
+    for size in sizes if isinstance(sizes, Sequence) else ():
+        arguments.require(f"pad_to_bucket(sizes={sizes!r})", size, int, expected)
 
 
 def pad_batch(batch: Any, sizes: int | Sequence[int], padding: Mapping[Any, float], dim: int = 1) -> Any:
@@ -92,6 +105,7 @@ def pad_batch(batch: Any, sizes: int | Sequence[int], padding: Mapping[Any, floa
         {'ids': tensor([[7, 8, 9, 0]]), 'kind': 3}
     """
     named = isinstance(batch, Mapping)
+    arguments.require("pad_batch(padding=...)", padding, Mapping, 'values by name such as {"input_ids": 0}')
     if not named and not isinstance(batch, list | tuple):
         raise ValueError(f"pad_batch(): expected a dict, tuple or list of tensors, got {type(batch).__name__}")
     names = list(batch) if named else list(range(len(batch)))

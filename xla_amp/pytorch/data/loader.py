@@ -61,6 +61,8 @@ class DeviceLoader:
         buckets: int | Sequence[int] | None = None,
         padding: Mapping[Any, float] | None = None,
     ) -> None:
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise TypeError(f"DeviceLoader(loader): expected a DataLoader or a list of batches, got {loader!r}")
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
             raise ValueError(f"DeviceLoader(prefetch={prefetch!r}): expected a number of batches, 1 or more")
         if (buckets is None) != (not padding):
@@ -185,6 +187,3 @@ def _fill(
         put(_END, None)
     except BaseException as error:
         put(_ERROR, error)
-
-
-MpDeviceLoader = DeviceLoader

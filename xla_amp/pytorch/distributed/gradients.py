@@ -49,6 +49,8 @@ def reduce_gradients(
             f"reduce_gradients(dtype={dtype!r}): expected a floating dtype of 16 bits or more, e.g. torch.bfloat16 (a "
             "sum in 8 bits keeps 2 or 3 digits of each part, and XLA has no scale for it)"
         )
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"reduce_gradients(optimizer): expected an optimizer of torch, got {optimizer!r}")
     average([p for group in optimizer.param_groups for p in group["params"]], groups, pin_layout, dtype=dtype)
 
 

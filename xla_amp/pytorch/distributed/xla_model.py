@@ -17,6 +17,7 @@ import torch
 
 from xla_amp.backends import base, devices
 from xla_amp.backends.trees import tree_map
+from xla_amp.common import arguments
 from xla_amp.errors import DeviceError
 from xla_amp.pytorch import backward
 from xla_amp.pytorch.autocast import xla_dispatch
@@ -190,6 +191,7 @@ def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_
         run_async: call it on a separate thread, one closure after the other, so that the loop does not wait; a later
             `mark_step` raises its exception.
     """
+    arguments.require_function("add_step_closure(closure)", closure)
     _closures.waiting.append((closure, tuple(args), run_async))
 
 
@@ -236,6 +238,7 @@ def set_rng_state(seed: int | torch.Tensor, device: Any = None) -> None:
     if isinstance(seed, torch.Tensor):
         engine.set_rng_state(seed)
     else:
+        arguments.require("set_rng_state(seed)", seed, int, "a number, or a state from get_rng_state")
         engine.manual_seed(int(seed))
 
 

@@ -17,7 +17,7 @@ import torch
 from xla_amp.backends import devices
 from xla_amp.backends.skip_step import step_where_finite
 from xla_amp.backends.trees import tree_map
-from xla_amp.common import interrupts
+from xla_amp.common import arguments, interrupts
 from xla_amp.errors import SkipLimitError
 
 
@@ -278,6 +278,8 @@ def _names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
 
 
 def _check_limits(init: float, smallest: float | None, largest: float | None, skips: int | None) -> None:
+    for name, value in (("init_scale", init), ("min_scale", smallest), ("max_scale", largest)):
+        arguments.require(f"GradScaler({name}=...)", value, (int, float, type(None)), "a number such as 65536.0")
     low, high = smallest if smallest is not None else 0.0, largest if largest is not None else math.inf
     if not (low >= 0 and low <= high):
         raise ValueError(

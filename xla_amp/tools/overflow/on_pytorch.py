@@ -13,6 +13,7 @@ import torch
 from xla_amp.backends import module_paths
 from xla_amp.backends.places import Place
 from xla_amp.backends.step_state import reachable, restored
+from xla_amp.common import arguments
 from xla_amp.errors import StepError
 from xla_amp.report.document import Column, Document, Finding, Row, State, Table
 from xla_amp.tools.monitor import kept as kept_step
@@ -134,6 +135,7 @@ def find_overflow(
         >>> report.first.place.operation, report.first.made, report.first.inputs[0].largest
         ('mul.Tensor', 'inf', 300.0)
     """
+    arguments.require_function("find_overflow(step)", step, "one iteration of a training loop, as a function")
     step = uncompiled(step)
     found = [*reachable(step, (*args, *kwargs.values())), *objects]
     if kept is not None:
