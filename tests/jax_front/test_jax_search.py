@@ -34,7 +34,7 @@ def given(seed: int, number: int) -> list[tuple[dict[str, jax.Array], jax.Array]
 
 @pytest.fixture(scope="module")
 def found():
-    return xla_amp.jax.search(loss, given(1, 5), budget=BUDGET, target="h100")
+    return xla_amp.jax.search(loss, given(1, 5), budget=BUDGET)
 
 
 def test_both_nearly_equal_products_in_scopes_stay_in_float32(found):
@@ -42,7 +42,6 @@ def test_both_nearly_equal_products_in_scopes_stay_in_float32(found):
     names = ("first", "a", "b", "last")
     casts = [found.policy.decide("matmul", name).cast for name in names]
     assert casts == ["low", "fp32", "fp32", "low"]
-    assert found.estimated["all low"] < found.estimated["plan"] < found.estimated["float32"]
 
 
 def test_new_arguments_are_within_the_budget_and_the_file_gives_the_same_casts(found, tmp_path):
@@ -75,35 +74,24 @@ def test_the_file_gives_the_same_casts_in_stablehlo(found, tmp_path):
     assert casts == {"first": "low", "a": "fp32", "b": "fp32", "last": "low"}
 
 
-def test_a_plan_without_an_effect_saves_nothing():
-    result = xla_amp.jax.search(loss, given(1, 4), budget={"gradients": 1e-9}, target="v6e")
+def test_a_budget_that_no_low_product_meets_is_float32():
+    result = xla_amp.jax.search(loss, given(1, 4), budget={"gradients": 1e-9})
     assert result.errors["gradients"] == 0
-    assert result.estimated["plan"] == pytest.approx(result.estimated["float32"])
+    assert result.met
 
 
 def test_a_number_is_a_budget_for_the_loss():
-    result = xla_amp.jax.search(loss, given(1, 4), budget=0.9, target="v6e")
+    result = xla_amp.jax.search(loss, given(1, 4), budget=0.9)
     assert result.found.budget == {"loss": 0.9}
     assert list(result.errors) == ["loss", "gradients"]
     assert len(result.found.plan) == len(result.candidates)
 
 
-def test_a_function_of_arrays_is_compared_by_its_results(tmp_path):
+def test_a_function_of_arrays_is_compared_by_its_results():
     rows = [(jnp.full((8, 8), 1.0 + 0.01 * i), 3) for i in range(3)]
-    journal = tmp_path / "search.jsonl"
-    for _ in range(2):
-        result = xla_amp.jax.search(
-            lambda x, n: {"y": x @ x / n, "n": n}, rows, budget=0.1, journal=journal, target="v6e"
-        )
+    result = xla_amp.jax.search(lambda x, n: {"y": x @ x / n, "n": n}, rows, budget=0.1)
     assert list(result.errors) == ["output"]
-    assert len(journal.read_text().splitlines()) == 2 + 3  # once: float32 on two batches, low on all
-
-
-def test_measured_here():
-    result = xla_amp.jax.search(lambda x: jnp.tanh(x @ x), [jnp.ones((8, 8)) * i for i in (1, 2, 3)], budget=0.5)
-    assert set(result.measured) == {"float32", "all low", "plan"}
-    assert all(seconds > 0 for seconds in result.measured.values())
-    assert "measured: float32" in str(result)
+    assert 0 < result.errors["output"] <= 0.1
 
 
 def _inside(x):
@@ -116,6 +104,7 @@ def _inside(x):
         (jnp.sum, [], {}, "no arguments"),
         (jnp.sum, [jnp.ones(2)] * 2, {}, "give three or more different batches"),
         (jnp.sum, [jnp.ones(2)] * 3, {"low": "float8"}, "expected one of bfloat16, float16"),
+        (jnp.sum, [jnp.ones(2)] * 3, {"target": "v6e"}, r"search\(target='v6e'\): target has left"),
         (lambda x: x > 0, [jnp.ones(2)] * 3, {}, "returns no floating array"),
         (lambda x: jnp.sum(x / 0), [jnp.ones(2)] * 3, {}, "batch 0: the loss is not finite in float32"),
         (_inside, [jnp.ones((2, 2))] * 3, {}, r"opens an autocast region \(policy tpu\)"),
@@ -123,7 +112,7 @@ def _inside(x):
 )
 def test_functions_that_cannot_be_searched(function, rows, arguments, words):
     with pytest.raises(SearchError, match=words):
-        xla_amp.jax.search(function, rows, **{"budget": 0.1, "target": "v6e", **arguments})
+        xla_amp.jax.search(function, rows, **{"budget": 0.1, **arguments})
 
 
 def test_a_norm_beside_float32_products_does_not_count_as_low():
@@ -131,8 +120,8 @@ def test_a_norm_beside_float32_products_does_not_count_as_low():
         return jax.nn.softmax(x @ x) @ x
 
     rows = [jax.random.normal(jax.random.key(i), (8, 8)) for i in range(3)]
-    result = xla_amp.jax.search(function, rows, budget=1e-7, target="v6e")
+    result = xla_amp.jax.search(function, rows, budget=1e-7)
     assert result.found.plan == {"softmax.int"}  # it computes in float32 and gives the dtype of its operand
     assert result.in_effect == frozenset()
-    assert {row.cells[0] for row in result.document().tables[0].rows} == {"float32"}
-    assert "nothing: every candidate runs in float32" in str(result)
+    assert {row[0] for row in result.page().sections[-1].table.rows} == {"float32"}
+    assert "0 of 2 candidates in bfloat16" in str(result)

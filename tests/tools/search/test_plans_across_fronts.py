@@ -71,7 +71,7 @@ OTHERWISE = {("jax", "torch"): "module:norm.rsqrt", ("jax", "stablehlo"): "pow.T
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Policy files in which only the product of `b` is in float32."""
-    folder, rates = tmp_path_factory.mktemp("plans"), plan_search.rates("h100")
+    folder = tmp_path_factory.mktemp("plans")
     for name in ("torch", "jax"):
         with xla_amp.explain() as report:
             low = plan_search.policy(Plan(), (), "bfloat16")
@@ -80,7 +80,7 @@ def files(tmp_path_factory):
                     Model()(torch.randn(4, 16))
             else:
                 jax.eval_shape(xla_amp.jax.autocast(loss, policy=low), WEIGHTS, X)
-        candidates = plan_search.from_records(report.records, rates, low="bfloat16", backward=True)
+        candidates = plan_search.from_records(report.records)
         chosen = Plan(each.name for each in candidates if each.scope != "b")
         assert len(chosen) == len(candidates) - 1
         policy = plan_search.policy(chosen, candidates, "bfloat16")

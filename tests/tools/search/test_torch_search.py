@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-
 import pytest
 import torch
 
 import xla_amp
-from xla_amp.errors import RecompileWarning, SearchError
+from xla_amp.errors import SearchError
 from xla_amp.tools.search import SearchResult
 
 BUDGET = {"loss": 1e-2, "gradients": 2e-2}
@@ -40,7 +37,7 @@ def batches(seed: int, number: int = 5) -> list[torch.Tensor]:
 def found(request) -> tuple[NearlyEqual, SearchResult]:
     device = xla_amp.xla_device() if request.param == "xla" else torch.device("cpu")
     model = NearlyEqual().to(device)
-    return model, xla_amp.search(model, batches(0), budget=BUDGET, target="v6e")
+    return model, xla_amp.search(model, batches(0), budget=BUDGET)
 
 
 def gradients(model: torch.nn.Module, x: torch.Tensor, **region: object) -> tuple[float, torch.Tensor]:
@@ -52,22 +49,10 @@ def gradients(model: torch.nn.Module, x: torch.Tensor, **region: object) -> tupl
     return float(loss.detach()), torch.cat([p.grad.cpu().flatten() for p in model.parameters()])
 
 
-def test_rates_are_measured_without_warnings(monkeypatch):
-    small = sys.modules["xla_amp.tools.search.rates"]  # the package has a function of that name
-    monkeypatch.setattr(small, "_SIZE", 64)
-    monkeypatch.setattr(small, "_ELEMENTS", 4096)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RecompileWarning)
-        xla_amp.search(NearlyEqual().to(xla_amp.xla_device()), batches(0), budget=BUDGET)
-
-
 def test_both_nearly_equal_products_stay_in_float32(found):
     _, result = found
     assert result.met
-    assert result.complete
     assert {name: result.policy.decide("linear", name).cast for name in "abc"} == {"a": "fp32", "b": "fp32", "c": "low"}
-    times = result.estimated
-    assert times["all low"] < times["plan"] < times["float32"]
 
 
 def test_the_error_on_new_batches_is_within_the_budget(found):
@@ -104,7 +89,7 @@ def test_what_overflows_in_float16_stays_in_float32():
         model[1].weight.mul_(3e5)
         model[2].weight.mul_(1e-5)
     data = [torch.randn(8, 16) for _ in range(4)]
-    result = xla_amp.search(lambda x: model(x).square().mean(), data, budget=2e-2, target="h100", low="float16")
+    result = xla_amp.search(lambda x: model(x).square().mean(), data, budget=2e-2, low="float16")
     assert result.met
     assert [result.policy.decide("linear", name).cast for name in "012"] == [
         "low",
@@ -132,7 +117,7 @@ def test_nothing_that_the_step_changes_is_left_changed():
     state = torch.get_rng_state()
     data = [{"x": torch.randn(4, 8), "y": torch.randn(4, 8)} for _ in range(4)]
     drawn = torch.get_rng_state()
-    result = xla_amp.search(model, data, budget=0.1, target="v6e")
+    result = xla_amp.search(model, data, budget=0.1)
     assert result.met
     assert list(result.errors) == ["loss", "gradients"]
     assert not torch.equal(state, drawn)
@@ -148,8 +133,6 @@ def test_a_model_without_a_loss_is_compared_by_its_result():
     result = xla_amp.search(model, [(torch.randn(4, 8),) for _ in range(3)], budget=0.1)
     assert list(result.errors) == ["output"]
     assert 0 < result.errors["output"] <= 0.1 or not result.found.plan
-    assert set(result.measured) == {"float32", "all low", "plan"}
-    assert "measured here" in str(result) or not result.found.plan
 
 
 def _autocast_inside(x):
@@ -165,7 +148,7 @@ def test_tokens_are_batches_too():
         return torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
     tokens = [torch.randint(11, (4, 6)) for _ in range(4)]
-    result = xla_amp.search(step, tokens, budget=BUDGET, target="v6e")
+    result = xla_amp.search(step, tokens, budget=BUDGET)
     assert (result.met, result.policy.decide("linear", "1").cast) == (True, "low")
 
 
@@ -175,6 +158,8 @@ def test_tokens_are_batches_too():
         (lambda x: x.sum(), [], {}, "no batches"),
         (lambda x: x.sum(), [torch.ones(2)] * 2, {}, "give three or more different batches"),
         (lambda x: x.sum(), [torch.ones(2)] * 3, {"low": "float8"}, "expected one of bfloat16, float16"),
+        (lambda x: x.sum(), [torch.ones(2)] * 3, {"target": "v6e"}, r"search\(target='v6e'\): target has left"),
+        (lambda x: x.sum(), [torch.ones(2)] * 3, {"journal": "a"}, r"search\(journal='a'\): journal has left"),
         (lambda x: None, [torch.ones(2)] * 3, {}, "returns NoneType without a floating tensor"),
         (lambda x: (x / 0).sum(), [torch.ones(2)] * 3, {}, "batch 0: the loss is not finite in float32"),
         (_autocast_inside, [torch.ones(2, 2)] * 3, {}, "opens an autocast region"),
@@ -182,7 +167,7 @@ def test_tokens_are_batches_too():
 )
 def test_steps_that_cannot_be_searched(step, data, arguments, words):
     with pytest.raises(SearchError, match=words):
-        xla_amp.search(step, data, **{"budget": 0.1, "target": "v6e", **arguments})
+        xla_amp.search(step, data, **{"budget": 0.1, **arguments})
 
 
 def test_a_step_that_calls_backward_is_refused():
@@ -194,18 +179,15 @@ def test_a_step_that_calls_backward_is_refused():
         return loss.detach()
 
     with pytest.raises(SearchError, match=r"calls backward\(\): return the loss"):
-        xla_amp.search(step, [torch.ones(1, 2)] * 3, budget=0.1, target="v6e")
+        xla_amp.search(step, [torch.ones(1, 2)] * 3, budget=0.1)
 
 
-def test_a_norm_beside_float32_products_saves_nothing():
-    model = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 32, bias=False))
-    result = xla_amp.search(model, batches(0), budget=1e-2, target="v6e")
-    assert result.met
-    table = result.document().tables[0]
-    rows = [dict(zip([column.name for column in table.columns], row.cells, strict=True)) for row in table.rows]
-    saved = {row["operation"]: (row["runs"], row["saves"], row["bytes"]) for row in rows}
-    assert saved["layer_norm"] == ("float32", None, None)
-    assert saved["linear"][0] == "bfloat16"
-    assert saved["linear"][1] > 0
-    why = [rule.why for rule in result.policy.layers[-1].rules if "layer_norm" in rule.operations[0]]
-    assert why[0].startswith("without effect")
+def test_a_norm_beside_float32_products_is_without_effect():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False), torch.nn.LayerNorm(32))
+    result = xla_amp.search(model, batches(0), budget=1e-7)
+    assert not result.in_effect
+    rows = [
+        dict(zip(result.page().sections[-1].table.columns, row, strict=True))
+        for row in result.page().sections[-1].table.rows
+    ]
+    assert {row["operation"]: row["runs"] for row in rows}["layer_norm"] == "float32"

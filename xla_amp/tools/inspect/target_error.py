@@ -27,13 +27,11 @@ from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.stablehlo.passes.report import emit_events
 from xla_amp.stablehlo.program import Program
 from xla_amp.tools.inspect import comparison, names
-from xla_amp.tools.search import CONFIDENCE, Assessment, Candidate, Found, Plan, SearchProgram, rates, search
+from xla_amp.tools.search import CONFIDENCE, Assessment, Candidate, Found, Plan, SearchProgram, search
 
 _QUANTITY: Final = "results"
 _MOST: Final = 64
 """Largest number of candidates: more products than these are decided in runs of neighbours."""
-_MACHINES: Final[Mapping[str, str]] = {"gpu": "h100"}
-"""Policy -> the machine whose rates weigh the candidates, otherwise a TPU v6e."""
 _FEW: Final = 3
 """Fewer samples than these say nothing about others: the bound is the worst of them."""
 _WITHOUT_SPREAD: Final = 0.5
@@ -131,7 +129,7 @@ def convert_within(
     keep_io: bool = True,
     strict: bool = False,
 ) -> Within:
-    """Converts `program` so that the results on all samples are within `target_error`, with the most low products.
+    """Converts `program` so that the results on all samples are within `target_error`, with as many low products.
 
     Three samples or more also bound the error of further ones, and the last quarter of them only checks the result, as
     in `xla_amp.jax.search`.
@@ -177,7 +175,6 @@ class Planned(SearchProgram):
         self.batches = max(3, len(given))  # a search wants three; of fewer samples the first ones count twice
         self._program, self._policy, self._low, self._keep_io = program, policy, low, keep_io
         self._samples = list(given)
-        self._rates = rates(_MACHINES.get(policy.name, "v6e"))
         self.original = Original(program, given)
         self._flagged: dict[int, str] = {}
         """Number of a node -> why the samples keep it in float32."""
@@ -230,20 +227,15 @@ class Planned(SearchProgram):
     def _look(self, copied: ir.MlirModule, propagation: Propagation) -> Callable[[CastNode], str]:
         # The first conversion: what overflows on the given, and the products.
         reasons = calibration.keep_reasons(copied, propagation, self._low, list(map(tuple, self._samples)), math.inf)
-        machine = self._rates
         for number, node in enumerate(propagation.nodes):
             if why := reasons(node):
                 self._flagged[number] = why
             elif node.low and node.colour == "allow" and node.index is None:
-                flops, moved = sizes.flops(node.operation) or 0, sizes.bytes_moved(node.operation)
-                saved = machine.seconds(flops, moved, "float32") - machine.seconds(flops, moved / 2, self._low)
                 each = Candidate(
                     name=f"{number}",
                     scope=own_path(node.operation) or "",
                     operation=node.op_class.name if node.op_class else "",
-                    seconds=saved,
-                    bytes=moved // 2,
-                    flops=flops,
+                    flops=sizes.flops(node.operation) or 0,
                 )
                 self._products.append((number, each))
         return lambda node: reasons(node)
@@ -253,8 +245,6 @@ def _joined(run: Sequence[Candidate]) -> Candidate:
     """One candidate for all of a run, with the name and scope of the first."""
     return dataclasses.replace(
         run[0],
-        seconds=math.fsum(each.seconds for each in run),
-        bytes=sum(each.bytes for each in run),
         flops=sum(each.flops for each in run),
         count=len(run),
     )

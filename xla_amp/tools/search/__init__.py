@@ -1,9 +1,9 @@
-"""Search for the cheapest precision plan within an error budget; imports no framework.
+"""Search for the operations that must stay float32 within an error budget; imports no framework.
 
 A front gives a `SearchProgram`: its `Candidate` list and a function that measures the errors of one plan on one batch.
 `search` finds the plan, `SearchResult` shows it and writes it as a policy file.
 
-    program.candidates                      what could run low, with its saving
+    program.candidates                      what could run low
     program.evaluate(plan, batch)           {"loss": relative error, "gradients": relative error}
     found = search(program, budget={"loss": 1e-3})
     found.plan                              names of the candidates that run low
@@ -11,15 +11,12 @@ A front gives a `SearchProgram`: its `Candidate` list and a function that measur
 
 from xla_amp.tools.search.candidates import Candidate as Candidate
 from xla_amp.tools.search.candidates import from_records as from_records
-from xla_amp.tools.search.candidates import seconds as seconds
-from xla_amp.tools.search.measurements import Plan as Plan
-from xla_amp.tools.search.measurements import SearchProgram as SearchProgram
 from xla_amp.tools.search.planner import CONFIDENCE as CONFIDENCE
 from xla_amp.tools.search.planner import Assessment as Assessment
 from xla_amp.tools.search.planner import Found as Found
+from xla_amp.tools.search.planner import Plan as Plan
+from xla_amp.tools.search.planner import SearchProgram as SearchProgram
 from xla_amp.tools.search.planner import search as search
 from xla_amp.tools.search.plans import policy as policy
 from xla_amp.tools.search.plans import to_toml as to_toml
-from xla_amp.tools.search.rates import Rates as Rates
-from xla_amp.tools.search.rates import rates as rates
 from xla_amp.tools.search.result import SearchResult as SearchResult

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -17,10 +16,8 @@ from xla_amp.common.types import LOW_DTYPES, LowDtype
 from xla_amp.errors import SearchError
 from xla_amp.policy import Policy
 from xla_amp.tools.search import plans
-from xla_amp.tools.search.candidates import from_records, running_low, seconds
-from xla_amp.tools.search.measurements import Plan, SearchProgram, digest
-from xla_amp.tools.search.planner import search
-from xla_amp.tools.search.rates import Rates
+from xla_amp.tools.search.candidates import from_records, running_low
+from xla_amp.tools.search.planner import Plan, SearchProgram, search
 from xla_amp.tools.search.result import SearchResult, not_met
 
 Array: TypeAlias = npt.NDArray[np.float32]
@@ -29,9 +26,9 @@ Quantities: TypeAlias = dict[str, list[Array | None]]
 
 
 class MeasuredProgram(SearchProgram):
-    """A program whose plans run in a framework, are compared with float32, estimated and timed.
+    """A program whose plans run in a framework and are compared with float32.
 
-    A front gives `run`, `records`, `noise` and `time`; quantities (``loss``, ``gradients``, ``output``) are lists of
+    A front gives `run`, `records` and `noise`; quantities (``loss``, ``gradients``, ``output``) are lists of
     float32 arrays on the host, None for a gradient that is missing.
     """
 
@@ -51,31 +48,10 @@ class MeasuredProgram(SearchProgram):
     def records(self, plan: Plan | None) -> Sequence[DecisionRecord]:
         """The forward operations of a run."""
 
-    @abc.abstractmethod
-    def time(self, plan: Plan) -> float:
-        """Median seconds of one run of `plan` on this machine, with its backward pass."""
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a run has a backward pass."""
-        return "gradients" in self.reference(0)
-
     @property
     def quantities(self) -> tuple[str, ...]:
         """What is measured; a budget without a name is for the first."""
         return tuple(self.reference(0))
-
-    def find_candidates(self, records: Sequence[DecisionRecord], rates: Rates, versions: Sequence[str]) -> None:
-        """Sets `candidates` and `fingerprint` from the records of a run in which everything that can is low."""
-        self.candidates = from_records(records, rates, low=self.low, backward=self.has_gradients)
-        sums = [
-            float(np.sum(part, dtype=np.float64)).hex()
-            for index in range(self.batches)
-            for parts in self.reference(index).values()
-            for part in parts
-            if part is not None
-        ]
-        self.fingerprint = digest(*map(repr, self.candidates), *sums, *versions, self.low)
 
     def policy(self, plan: Plan | None) -> Policy:
         """The policy of a plan; of None the one in which everything that can is low."""
@@ -105,10 +81,6 @@ class MeasuredProgram(SearchProgram):
         """Relative errors of `plan` on one batch."""
         return self.errors(self.run(batch, plan), batch)
 
-    def estimate(self, plan: Plan, rates: Rates) -> float:
-        """Estimated seconds of one run of `plan`."""
-        return seconds(self.records(plan), self.candidates, rates, backward=self.has_gradients)
-
 
 def relative_error(found: Sequence[Array | None], reference: Sequence[Array | None]) -> float:
     """Relative error of arrays as one vector; a missing gradient is zero."""
@@ -130,48 +102,46 @@ def check_low(low: str) -> None:
         raise SearchError(f"low={low!r}: expected one of {', '.join(LOW_DTYPES)}")
 
 
+_LEFT: Mapping[str, str] = {
+    "target": "the search needs errors only, and knows no machine",
+    "budget_seconds": "it measures each candidate once",
+    "journal": "it measures each candidate once",
+}
+"""Argument of the release before -> why it has left."""
+
+
+def check_left(given: Mapping[str, object]) -> None:
+    """Raises SearchError for an argument of the release before, TypeError for another one."""
+    for name, value in given.items():
+        if name in _LEFT:
+            raise SearchError(f"search({name}={value!r}): {name} has left, since {_LEFT[name]}; leave it out")
+        raise TypeError(f"search() got an unexpected keyword argument {name!r}")
+
+
 def searched(
-    program: MeasuredProgram,
-    rates: Rates,
-    *,
-    budget: float | Mapping[str, float],
-    held_out: int | None,
-    budget_seconds: float | None,
-    journal: str | os.PathLike[str] | None,
-    target: str | None,
-    device: str,
+    program: MeasuredProgram, *, budget: float | Mapping[str, float], held_out: int | None, device: str
 ) -> SearchResult:
-    """Searches, warns if the budget is not met, and estimates the plan.
+    """Searches, and warns if the budget is not met.
 
     Args:
         program: with its candidates.
-        rates: of the machine that the plan is for.
         budget: of the user.
         held_out: of the user.
-        budget_seconds: of the user.
-        journal: of the user.
-        target: of the user; None times the plan here.
         device: where the program runs, for the report.
     """
+    program.candidates = from_records(program.records(None))
     with progress.shown("precision search"):
         found = search(
             program,
             budget=dict(budget) if isinstance(budget, Mapping) else {program.quantities[0]: budget},
             held_out=held_out,
-            journal=None if journal is None else os.fspath(journal),
-            budget_seconds=budget_seconds,
         )
     if not found.met:
         events.warn(not_met(found))
-    useful = frozenset(each.name for each in program.candidates if each.seconds > 0)
-    shown = {"float32": Plan(), "all low": useful, "plan": found.plan}
     return SearchResult(
         found=found,
         candidates=program.candidates,
         low=program.low,
         in_effect=found.plan & running_low(program.records(found.plan)),
-        target=rates.title,
-        estimated={name: program.estimate(plan, rates) for name, plan in shown.items()},
-        measured={name: program.time(plan) for name, plan in shown.items()} if target is None else {},
-        facts=(("device", device), ("batches", str(program.batches)), ("rates", rates.source)),
+        facts={"device": device, "batches": str(program.batches)},
     )

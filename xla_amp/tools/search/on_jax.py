@@ -1,9 +1,8 @@
-"""`search` for JAX: the cheapest precision plan of a function."""
+"""`search` for JAX: the operations of a function that must stay float32."""
 
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,9 +17,7 @@ from xla_amp.common.types import LowDtype
 from xla_amp.errors import RuleWarning, SearchError
 from xla_amp.jax import compat
 from xla_amp.jax.api import autocast
-from xla_amp.tools import search as plan_search
-from xla_amp.tools.search import Plan, Rates, SearchResult, fronts
-from xla_amp.tools.search.rates import measured, median_seconds
+from xla_amp.tools.search import Plan, SearchResult, fronts
 
 
 def search(
@@ -29,13 +26,11 @@ def search(
     *,
     budget: float | Mapping[str, float],
     argnums: int | Sequence[int] = 0,
-    target: str | None = None,
     low: LowDtype = "bfloat16",
     held_out: int | None = None,
-    budget_seconds: float | None = None,
-    journal: str | os.PathLike[str] | None = None,
+    **left: Any,
 ) -> SearchResult:
-    """The cheapest policy of a function whose error against float32 stays within `budget`, measured on real arguments.
+    """The policy that keeps the fewest operations in float32 while a function's error stays within `budget`.
 
     Every plan runs as ``autocast(function, policy=plan)``, with its gradients, and is compared with float32 on the same
     arguments.  The result is checked on arguments that the search has not used.
@@ -47,50 +42,34 @@ def search(
             several quantities: ``{"loss": 1e-3, "gradients": 1e-2}``.  The error of the gradients is that of all as one
             vector.  Quantities without a budget are reported, and must be finite.
         argnums: arguments whose floating arrays the gradients are for.
-        target: the machine to be fast on, ``"h100"`` or ``"v6e"`` (rows of ``xla_amp/hardware.toml``); None is this
-            one, whose rates are measured, and on which the plan is timed.
         low: the low dtype.
         held_out: number of the last tuples of arguments, which only check the result; None is a quarter, at least one.
-        budget_seconds: time to search; the best plan so far is the result.
-        journal: JSON lines file of measurements; a search that was interrupted continues from it.
+        left: arguments of the release before, which raise.
 
     Returns:
-        The plan, its achieved errors and its times.  If no plan is within the budget, which only a function that is not
+        The plan, and its achieved errors.  If no plan is within the budget, which only a function that is not
         reproducible or not float32 can cause, ``result.met`` is False and an `XlaAmpWarning` is issued.
 
     Raises:
         SearchError: the arguments do not fit a search.
-        DeviceError: unknown target.
 
     Example:
         >>> def loss(w, x):
         ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
         >>> w = jnp.ones((8, 8))
         >>> batches = [jax.random.normal(jax.random.key(i), (4, 8)) for i in range(4)]
-        >>> search(loss, [(w, x) for x in batches], budget=0.1, target="v6e").policy.decide("mm").cast
+        >>> search(loss, [(w, x) for x in batches], budget=0.1).policy.decide("mm").cast
         'low'
     """
+    fronts.check_left(left)
     fronts.check_low(low)
     rows = [row if isinstance(row, tuple) else (row,) for row in args]
     if not rows:
         raise SearchError("no arguments: give three or more tuples, [(params, batch) for batch in batches]")
     numbers = {argnums} if isinstance(argnums, int) else set(argnums)
     program = JaxProgram(function, rows, numbers, low)
-    if target is not None:
-        rates = plan_search.rates(target)
-    else:
-        rates = measured(jax.default_backend(), low, jnp.full, jax.block_until_ready, jax.jit)
-    program.look(rates)
-    return fronts.searched(
-        program,
-        rates,
-        budget=budget,
-        held_out=held_out,
-        budget_seconds=budget_seconds,
-        journal=journal,
-        target=target,
-        device=jax.default_backend(),
-    )
+    program.look()
+    return fronts.searched(program, budget=budget, held_out=held_out, device=jax.default_backend())
 
 
 class JaxProgram(fronts.MeasuredProgram):
@@ -115,12 +94,11 @@ class JaxProgram(fronts.MeasuredProgram):
         """Whether the function is a loss of floating arrays."""
         return self._is_loss and bool(self._differentiated(0))
 
-    def look(self, rates: Rates) -> None:
-        """Finds the candidates."""
+    def look(self) -> None:
+        """Chooses XLA's options by the work of a run."""
         records = self.records(None)
         work = (3 if self.has_gradients else 1) * math.fsum(record.flops or 0 for record in records)
         self._options = compiling.quick_options(jax.default_backend(), work)
-        self.find_candidates(records, rates, (jax.__version__, jax.default_backend()))
 
     def _arrays(self, index: int) -> list[Any]:
         return [leaf for leaf in jax.tree.leaves(self._rows[index]) if _is_array(leaf)]
@@ -222,10 +200,6 @@ class JaxProgram(fronts.MeasuredProgram):
                 "those of the plan: give search the function without it"
             )
         return records
-
-    def time(self, plan: Plan) -> float:
-        """Median seconds of one run of `plan` on this machine, gradients included."""
-        return median_seconds(lambda: jax.block_until_ready(self._program(0, plan, True, {})(self._arrays(0))))
 
 
 def _is_array(leaf: Any) -> bool:

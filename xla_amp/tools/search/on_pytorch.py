@@ -1,10 +1,9 @@
-"""`search` for PyTorch: the cheapest precision plan of a model or a loss function."""
+"""`search` for PyTorch: the operations of a model or a loss function that must stay float32."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,18 +12,15 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from xla_amp.backends import devices
 from xla_amp.backends.step_state import reachable, restored
 from xla_amp.backends.trees import tree_leaves, tree_map_only
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.types import LowDtype
 from xla_amp.errors import RecompileWarning, RuleWarning, SearchError
 from xla_amp.pytorch.autocast.autocast import autocast
-from xla_amp.tools import search as plan_search
 from xla_amp.tools.explain.on_pytorch import explain
 from xla_amp.tools.overflow.on_pytorch import uncompiled
-from xla_amp.tools.search import Plan, Rates, SearchResult, fronts
-from xla_amp.tools.search.rates import measured, median_seconds
+from xla_amp.tools.search import Plan, SearchResult, fronts
 
 
 def search(
@@ -32,14 +28,12 @@ def search(
     batches: Sequence[Any],
     *,
     budget: float | Mapping[str, float],
-    target: str | None = None,
     low: LowDtype = "bfloat16",
     held_out: int | None = None,
-    budget_seconds: float | None = None,
-    journal: str | os.PathLike[str] | None = None,
     objects: Sequence[Any] = (),
+    **left: Any,
 ) -> SearchResult:
-    """The cheapest policy of a model whose error against float32 stays within `budget`, measured on real batches.
+    """The policy that keeps the fewest operations in float32 while a model's error stays within `budget`.
 
     Every plan runs forward and backward under ``autocast(policy=plan)`` and is compared with float32 on the same batch;
     parameters, buffers, gradients and random generators are restored after each run.  The result is checked on batches
@@ -54,46 +48,32 @@ def search(
         budget: largest accepted relative error of the loss (of the result without a loss), or of several quantities:
             ``{"loss": 1e-3, "gradients": 1e-2}``.  The error of the gradients is that of all of them as one vector.
             Quantities without a budget are reported, and must be finite.
-        target: the machine to be fast on, ``"h100"`` or ``"v6e"`` (rows of ``xla_amp/hardware.toml``); None is this
-            one, whose rates are measured, and on which the plan is timed.
         low: the low dtype.
         held_out: number of batches, the last ones, that only check the result; None is a quarter, at least one.
-        budget_seconds: time to search; the best plan so far is the result.
-        journal: JSON lines file of measurements; a search that was interrupted continues from it.
         objects: further modules that the step uses and does not reach by its closure, its arguments or its globals.
+        left: arguments of the release before, which raise.
 
     Returns:
-        The plan, its achieved errors and its times.  If no plan is within the budget, which only a program that is not
+        The plan, and its achieved errors.  If no plan is within the budget, which only a program that is not
         reproducible or not float32 can cause, ``result.met`` is False and an `XlaAmpWarning` is issued.
 
     Raises:
         SearchError: the arguments do not fit a search.
-        DeviceError: unknown target.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         >>> def loss(x):
         ...     return model(x).square().mean()
-        >>> result = search(loss, [torch.randn(4, 8) for _ in range(4)], budget=0.1, target="v6e")
+        >>> result = search(loss, [torch.randn(4, 8) for _ in range(4)], budget=0.1)
         >>> result.met, result.policy.decide("linear", "0").cast
         (True, 'low')
     """
+    fronts.check_left(left)
     fronts.check_low(low)
-    batches = list(batches)
-    program = TorchProgram(uncompiled(step), batches, objects, low)
-    rates = plan_search.rates(target) if target is not None else _rates_here(program.device, low)
-    program.look(rates)
+    program = TorchProgram(uncompiled(step), list(batches), objects, low)
+    program.look()
     with program.prepared():
-        return fronts.searched(
-            program,
-            rates,
-            budget=budget,
-            held_out=held_out,
-            budget_seconds=budget_seconds,
-            journal=journal,
-            target=target,
-            device=str(program.device),
-        )
+        return fronts.searched(program, budget=budget, held_out=held_out, device=str(program.device))
 
 
 class _OpenRegion(TorchFunctionMode):
@@ -129,8 +109,8 @@ class TorchProgram(fronts.MeasuredProgram):
         if isinstance(step, torch.nn.Module):
             self._batches = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), self._batches)
 
-    def look(self, rates: Rates) -> None:
-        """Finds the candidates, and checks that the step is one that can be searched."""
+    def look(self) -> None:
+        """Checks that the step is one that can be searched."""
         if not self._batches:
             raise SearchError("no batches: give three or more, e.g. itertools.islice(loader, 8)")
         watch = _OpenRegion(self.device.type)
@@ -141,7 +121,6 @@ class TorchProgram(fronts.MeasuredProgram):
                 "the step opens an autocast region, whose rules would hide those of the plan: take it out of the step, "
                 "search opens one around it"
             )
-        self.find_candidates(self.records(None), rates, (torch.__version__, self.device.type))
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
@@ -208,10 +187,6 @@ class TorchProgram(fronts.MeasuredProgram):
                 self._call(self._batches[0])
         return report.records
 
-    def time(self, plan: Plan) -> float:
-        """Median seconds of a forward and a backward pass of `plan` on this machine."""
-        return median_seconds(lambda: self.run(0, plan))
-
 
 def _plain(result: Any) -> Any:
     return dict(result) if isinstance(result, Mapping) else result
@@ -237,14 +212,3 @@ def _neighbours(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tenso
     host = tensor.detach().cpu()
     signs = torch.randint(0, 2, host.shape, generator=generator).to(host.dtype) * 2 - 1
     return torch.nextafter(host, signs * math.inf).to(tensor.device)
-
-
-def _rates_here(device: torch.device, low: LowDtype) -> Rates:
-    """What this machine does, measured."""
-
-    def full(shape: tuple[int, ...], value: float, dtype: str) -> torch.Tensor:
-        return torch.full(shape, value, dtype=getattr(torch, dtype), device=device)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RecompileWarning)  # each measurement is another program
-        return measured(devices.device_type(device), low, full, lambda found: found.reshape(-1)[:1].cpu())

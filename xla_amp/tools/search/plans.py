@@ -12,7 +12,7 @@ from xla_amp.policy import load as load_policy
 from xla_amp.policy.load import check, rule
 from xla_amp.policy.policy import MEASURED, RuleLayer
 from xla_amp.tools.search.candidates import Candidate
-from xla_amp.tools.search.measurements import Plan
+from xla_amp.tools.search.planner import Plan
 
 NAME = "searched"
 BASE = "lean"
@@ -37,13 +37,8 @@ def rows(plan: Plan, candidates: Sequence[Candidate], why: Why = _unsaid) -> lis
     ]
 
 
-def policy(plan: Plan, candidates: Sequence[Candidate], low: LowDtype) -> Policy:
-    """The policy under which a front runs `plan`."""
-    return _policy(tuple(rows(plan, candidates)), low)
-
-
-def explained(plan: Plan, candidates: Sequence[Candidate], low: LowDtype, why: Why) -> Policy:
-    """The same with the reason of each row."""
+def policy(plan: Plan, candidates: Sequence[Candidate], low: LowDtype, why: Why = _unsaid) -> Policy:
+    """The policy under which a front runs `plan`, with the reason of each row."""
     return _policy(tuple(rows(plan, candidates, why)), low)
 
 

@@ -8,28 +8,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xla_amp.common import units
+from xla_amp.common.tables import Table
 from xla_amp.common.types import LowDtype
 from xla_amp.errors import writing
 from xla_amp.policy import Policy
 from xla_amp.policy.policy import MEASURED
-from xla_amp.report import units
-from xla_amp.report.document import Column, Document, Finding, Row, Table
-from xla_amp.report.shown import Shown
+from xla_amp.tools.explain.page import Page, Report, Section
 from xla_amp.tools.search import plans
 from xla_amp.tools.search.candidates import Candidate
-from xla_amp.tools.search.measurements import Plan
-from xla_amp.tools.search.planner import Assessment, Found
+from xla_amp.tools.search.planner import Found, Plan
 
 
 def not_met(found: Found) -> str:
     """The warning about a budget that no plan is within."""
-    errors = ", ".join(f"{name} {units.error(value)}" for name, value in found.errors.items())
-    return f"the budget cannot be met: even with every candidate in float32 the error is {errors}"
+    return f"the budget cannot be met: even with every candidate in float32 the error is {_shown(found.errors)}"
+
+
+def _shown(errors: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {units.error(value)}" for name, value in errors.items())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchResult(Shown):
-    """The cheapest plan within the budget; ``print(result)`` shows it, `save` writes it as a policy file."""
+class SearchResult(Report):
+    """The plan within the budget; ``print(result)`` shows it, `save` writes it as a policy file."""
 
     found: Found
     """Plan and measurements."""
@@ -38,13 +40,7 @@ class SearchResult(Shown):
     low: LowDtype
     in_effect: Plan
     """What of the plan has low operands or results; a norm beside float32 products has none."""
-    target: str
-    """The machine that the estimates are for."""
-    estimated: Mapping[str, float | None]
-    """Estimated seconds of one run in ``float32``, with ``all low``, and of the ``plan``."""
-    measured: Mapping[str, float | None]
-    """The same, measured on this machine, if it was asked for."""
-    facts: Sequence[tuple[str, str]] = ()
+    facts: Mapping[str, str]
 
     def __repr__(self) -> str:
         errors = {name: float(f"{value:.2g}") for name, value in self.errors.items()}
@@ -57,11 +53,6 @@ class SearchResult(Shown):
         return self.found.met
 
     @property
-    def complete(self) -> bool:
-        """Whether the search ended by itself, not by ``budget_seconds``."""
-        return self.found.complete
-
-    @property
     def errors(self) -> Mapping[str, float]:
         """Achieved relative errors, the largest over all batches, by quantity: ``{"loss": ..., "gradients": ...}``."""
         return self.found.errors
@@ -69,14 +60,13 @@ class SearchResult(Shown):
     @property
     def policy(self) -> Policy:
         """The plan as a policy, for ``autocast(policy=result.policy)``."""
-        return plans.explained(self.found.plan, self.candidates, self.low, self._why)
+        return plans.policy(self.found.plan, self.candidates, self.low, self._why)
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data."""
         found = self.found
         return {
             "met": self.met,
-            "complete": self.complete,
             "low": self.low,
             "plan": sorted(found.plan),
             "in_effect": sorted(self.in_effect),
@@ -86,9 +76,6 @@ class SearchResult(Shown):
             "held_out": dict(found.held_out),
             "bounds": dict(found.bounds),
             "noise": dict(found.noise),
-            "target": self.target,
-            "estimated": dict(self.estimated),
-            "measured": dict(self.measured),
             "notes": list(found.notes),
             **dict(self.facts),
         }
@@ -99,27 +86,25 @@ class SearchResult(Shown):
         Raises:
             FileError: the file cannot be written.
         """
-        text = plans.to_toml(self.policy, self._answer(), [f"Written by a {MEASURED} of xla_amp.", *self._lines()])
+        measured = [f"{what}: {shown}" for what, shown in self._batches()]
+        lines = [f"Written by a {MEASURED} of xla_amp.", self._answer(), *measured, *self.found.notes]
+        text = plans.to_toml(self.policy, self._answer(), lines)
         with writing(path):
             Path(path).write_text(text, encoding="utf-8")
 
-    def document(self) -> Document:
-        """The report for people: `xla_amp.report` writes it as a page or as text."""
-        found = self.found
-        findings = [
-            Finding("Is the error within the budget?", self._answer(), "low" if self.met else "risk", self._batches()),
-            Finding("What does it save?", self._saves(), "low" if self.in_effect else "wide", self._slower()),
-        ]
-        if found.notes:
-            findings.append(
-                Finding("What should you know?", found.notes[0], "could", tuple((n, "") for n in found.notes[1:]))
-            )
-        return Document(
-            title=f"{len(self.in_effect)} of {len(self.candidates)} candidates in {self.low}",
-            kind="search",
-            facts=(("target", self.target), *self.facts),
-            findings=tuple(findings),
-            tables=(self._table(),),
+    def page(self) -> Page:
+        """The report for people."""
+        notes = self.found.notes
+        return Page(
+            f"{len(self.in_effect)} of {len(self.candidates)} candidates in {self.low}",
+            self.facts,
+            [
+                Section(
+                    "Is the error within the budget?", self._answer(), "low" if self.met else "risk", self._batches()
+                ),
+                Section("What should you know?", notes[0] if notes else "", "could", [(n, "") for n in notes[1:]]),
+                Section("Layers, the most sensitive first", table=self._table()),
+            ],
         )
 
     def _answer(self) -> str:
@@ -130,106 +115,48 @@ class SearchResult(Shown):
         ]
         return f"{'yes' if self.met else 'no'}: achieved error of {', '.join(parts)}"
 
-    def _batches(self) -> tuple[tuple[str, str], ...]:
+    def _batches(self) -> list[tuple[str, str]]:
         found = self.found
-        shown = [
-            ("on batches that the search did not use", found.held_out),
-            ("bound for one more batch", found.bounds),
-            ("float32 itself, operands off by one rounding", found.noise),
-        ]
-        return tuple((what, ", ".join(f"{n} {units.error(v)}" for n, v in values.items())) for what, values in shown)
-
-    def _saves(self) -> str:
-        if not self.in_effect:
-            return "nothing: every candidate runs in float32"
-        said = [f"estimated {self._times(self.estimated)}"]
-        if any(value is not None for value in self.measured.values()):
-            said.append(f"measured here {self._times(self.measured)}")
-        return "; ".join(said)
-
-    def _slower(self) -> tuple[tuple[str, str], ...]:
-        wide, plan = self.measured.get("float32"), self.measured.get("plan")
-        if not self.in_effect or wide is None or plan is None or plan < wide:
-            return ()
-        return (("measured, it is not faster than float32: the estimates knew no casts and no overheads", ""),)
-
-    def _times(self, seconds: Mapping[str, float | None]) -> str:
-        return ", ".join(f"{name} {units.time(value)}" for name, value in seconds.items() if value is not None)
-
-    def _lines(self) -> list[str]:
         return [
-            self._answer(),
-            *(f"{what}: {shown}" for what, shown in self._batches()),
-            self._saves(),
-            *self.found.notes,
+            ("on batches that the search did not use", _shown(found.held_out)),
+            ("bound for one more batch", _shown(found.bounds)),
+            ("float32 itself, operands off by one rounding", _shown(found.noise)),
         ]
 
     def _why(self, row: Sequence[Candidate]) -> str:
-        if not any(map(self._has_effect, row)):
-            return "without effect: it gives the dtype of its operand, and that is float32; saves nothing"
-        saved = units.time(abs(sum(each.seconds for each in row)))
+        if not any(each.name in self.in_effect or each.name not in self.found.plan for each in row):
+            return "without effect: it gives the dtype of its operand, and that is float32"
         said = []
         for each in row:
             alone = self.found.alone.get(each.name)
             if alone is not None:
                 shared = f", with {len(alone.plan) - 1} alike" if len(alone.plan) > 1 else ""
-                errors = ", ".join(f"{name} {units.error(value)}" for name, value in alone.errors.items())
-                said.append(f"{each.operation} alone in {self.low}{shared}: error of {errors}")
-        if not said:
-            said = (
-                [f"with all that saves time in {self.low}: {self._answer().partition(': ')[2]}"]
-                if self._all_low()
-                else ["not measured alone"]
-            )
-        verb = "saves" if sum(each.seconds for each in row) >= 0 else "in the low dtype would lose"
-        return f"measured: {'; '.join(said)}; low {verb} {saved}"
-
-    def _has_effect(self, each: Candidate) -> bool:
-        """Whether low would save anything: a norm that the plan names stays float32 beside float32 products."""
-        return each.name in self.in_effect or each.name not in self.found.plan
-
-    def _all_low(self) -> bool:
-        return all(each.name in self.found.plan for each in self.candidates if each.seconds > 0)
+                said.append(f"{each.operation} alone in {self.low}{shared}: error of {_shown(alone.errors)}")
+        everything = f"with everything in {self.low}: {self._answer().partition(': ')[2]}"
+        return f"measured: {'; '.join(said) or everything}"
 
     def _table(self) -> Table:
         quantities = list(self.found.errors)
-        columns = (
-            Column("runs", meaning="What the plan decides"),
-            Column("operation"),
-            Column("module", "scope", meaning="The layer, as a rule names it"),
-            Column("count", "count", sum=True),
-            *(
-                Column(f"{each} error", "error", meaning=f"Relative error of the {each} with only this low")
-                for each in quantities
-            ),
-            Column("saves", "seconds", sum=True, meaning=f"Estimated time on {self.target}, forward and backward pass"),
-            Column("bytes", "bytes", sum=True, meaning="Bytes that it saves"),
-            Column("FLOP", "flops", sum=True),
-        )
-        return Table(
-            title="Layers, the most sensitive first",
-            columns=columns,
-            rows=tuple(self._row(each, quantities) for each in sorted(self.candidates, key=self._sensitivity)),
-            ranked=True,
-            note="" if self.found.alone else "No candidate was measured alone: everything low is within the budget.",
-        )
+        columns = ("runs", "operation", "module", "count", *(f"{each} error" for each in quantities), "FLOP")
+        rows = [
+            (
+                self.low if each.name in self.in_effect else "float32",
+                each.operation,
+                each.scope,
+                each.count,
+                *(self._alone(each, quantity) for quantity in quantities),
+                each.flops or None,
+            )
+            for each in sorted(self.candidates, key=self._sensitivity)
+        ]
+        note = "" if self.found.alone else "No candidate was measured alone: everything low is within the budget."
+        right = [f"{each} error" for each in quantities]
+        return Table(columns=columns, rows=rows, right=right, optional=("FLOP", "count"), note=note)
+
+    def _alone(self, each: Candidate, quantity: str) -> str:
+        alone = self.found.alone.get(each.name)
+        return "" if alone is None else units.error(alone.errors[quantity])
 
     def _sensitivity(self, each: Candidate) -> float:
         alone = self.found.alone.get(each.name)
         return -alone.load if alone is not None else 0.0
-
-    def _row(self, each: Candidate, quantities: Sequence[str]) -> Row:
-        alone: Assessment | None = self.found.alone.get(each.name)
-        errors = [None if alone is None else alone.errors[name] for name in quantities]
-        low = each.name in self.in_effect
-        saves = (each.seconds, each.bytes) if self._has_effect(each) else (None, None)
-        cells = (
-            self.low if low else "float32",
-            each.operation,
-            each.scope,
-            each.count,
-            *errors,
-            *saves,
-            each.flops or None,
-        )
-        return Row(cells, "low" if low else "wide")
