@@ -78,6 +78,8 @@ MODULES = (
     "xla_amp.torch_xla",
     "xla_amp.lowering",
     "xla_amp.errors",
+    "xla_amp.testing",
+    "xla_amp.integrations",
     "xla_amp.integrations.huggingface",
     "xla_amp.integrations.lightning",
     "xla_amp.integrations.torchmetrics",

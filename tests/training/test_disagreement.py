@@ -91,7 +91,8 @@ def test_a_process_that_is_slow_is_waited_for_and_one_that_ends_or_is_too_late_i
     for each in (found["late"][0], *found["stopped too long"]):
         says(each, "process 0 (", "waited 6 s in vain for process 1 (")
     status, _, text = found["late"][1]  # it sleeps for longer than the others wait for its end
-    assert (status, re.search(r"process 0 \(.*\) has ended, so process 1 \(.*\) ends", text) is not None) == (1, True)
+    told = r"process 0 \(.*\) has ended \(.*waited 6 s in vain for process 1 .*\), so process 1 \(.*\) ends"
+    assert (status, re.search(told, text) is not None) == (1, True)
 
 
 @pytest.mark.full

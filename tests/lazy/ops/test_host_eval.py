@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import xla_amp
 from xla_amp import lazy as engine
 from xla_amp.lazy.graph.host_copies import copies
 from xla_amp.lazy.ops import host_eval
@@ -133,3 +134,27 @@ def test_questions_about_masks_of_many_lengths_compile_nothing(device: torch.dev
         assert [bool(mask.sum() == number) for number in (8, 9)] == [True, False]
         assert [bool(mask.sum() > number) for number in (7, 8)] == [True, False]
     assert (counts.compilations, counts.host_values) == (0, 5)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        torch.Tensor.cpu,
+        torch.Tensor.tolist,
+        lambda x: x[1:].cpu(),
+        lambda x: (x > 1).tolist(),
+        lambda x: torch.empty(3, dtype=torch.int64).copy_(x),
+    ],
+    ids=["cpu", "tolist", "view", "mask", "copy_"],
+)
+def test_a_whole_upload_is_read_without_a_wait(device: torch.device, read: Callable[[torch.Tensor], Any]) -> None:
+    given = torch.tensor([1, 2, 3])
+    uploaded = given.to(device)
+    xla_amp.sync(wait=True)
+    before = xla_amp.metrics()["host_syncs"]
+    found = read(uploaded)
+    assert torch.equal(torch.as_tensor(found), torch.as_tensor(read(given)))
+    if isinstance(found, torch.Tensor):
+        found.zero_()  # a copy: the host's own stays
+    assert uploaded.tolist() == [1, 2, 3]
+    assert xla_amp.metrics()["host_syncs"] == before

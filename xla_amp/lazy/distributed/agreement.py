@@ -295,8 +295,14 @@ class Agreement:
         [(descriptor, _), *_] = ends.poll() or [(-1, 0)]
         time.sleep(_NOTICE)
         if descriptor in self._of and not self._over:
-            rank = self._of[descriptor].rank
-            os.write(2, f"xla_amp: {self._name(rank)} has ended, so {self._name(self._rank)} ends\n".encode())
+            peer = self._of[descriptor]
+            reason, until = "", time.monotonic() + _PATIENCE
+            with contextlib.suppress(TimeoutError):
+                while (message := peer.receive(until)) is not None:
+                    reason = f" ({message.text.decode()})" if message.text else reason
+            os.write(
+                2, f"xla_amp: {self._name(peer.rank)} has ended{reason}, so {self._name(self._rank)} ends\n".encode()
+            )
             os._exit(1)
 
     def _last_word(self, peer: Peer, until: float) -> str:

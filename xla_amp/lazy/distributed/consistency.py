@@ -414,8 +414,10 @@ def wait_for(client: Any, process: Process, key: str, rank: int, what: str, *, b
     try:
         return get(key, 1000 * process.timeout)
     except Exception as error:
-        gone = ended()
-        reason = f"{' and '.join(gone)} has ended" if gone else "it has ended, or it went another way"
+        reason = "it is late: stopped, busy, or it went another way"
+        if "DEADLINE_EXCEEDED" not in str(error):
+            gone = " and ".join(ended()) or "it"
+            reason = f"{gone} has ended, perhaps because it waited in vain, too"
         raise EngineError(
             f"process {process.rank} waited in vain for process {rank} at {what}: {reason} (XLA_AMP_TIMEOUT is "
             f"{process.timeout} s; {type(error).__name__})"

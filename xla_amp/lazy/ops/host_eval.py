@@ -94,7 +94,8 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
         if position == len(numbers) or numbers[position] != number:
             return None
     found = copies.get(id(buffer.array))
-    return None if found is None else tensor_io.window(to_torch(found[1]), tensor)
+    # What a program computed is read-only, which torch warns of.
+    return None if found is None else tensor_io.window(to_torch(np.require(found[1], requirements="W")), tensor)
 
 
 def _needed(number: int) -> list[_HostNode] | None:

@@ -170,7 +170,7 @@ def _copied(self: torch.Tensor, dtype: torch.dtype, device: Any) -> torch.Tensor
     if device is not None and device.type != DEVICE_TYPE:
         if device.type == "meta":
             return torch.empty(self.shape, dtype=dtype, device="meta")
-        return tensor_io.to_host(self).to(device, dtype)
+        return _on_host(self).to(device, dtype)
     tensor_io.require_here(device)
     if self.device.type != DEVICE_TYPE:
         return transfer.wrap(dlpack_import.copy_to_device(self, dtype))
@@ -181,13 +181,20 @@ def _copied(self: torch.Tensor, dtype: torch.dtype, device: Any) -> torch.Tensor
         return tensor_io.new_tensor(value_spec, number)
 
 
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU; without a wait if it follows from uploaded integers and booleans."""
+    wanted = not tensor.is_floating_point() and not tensor.is_complex()
+    found = host_eval.value(tensor) if wanted else None
+    return tensor_io.to_host(tensor) if found is None else found
+
+
 @KERNELS.implements("copy_")
 def _copy_(self: torch.Tensor, src: Any, non_blocking: bool = False) -> torch.Tensor:
     if not isinstance(src, torch.Tensor):  # ``copy_(2.0)``: torch gives kernels in Python the number
         number = src.real if isinstance(src, complex) and not self.is_complex() else src
         src = aten.full([], number, dtype=self.dtype, device=self.device)
     if self.device.type != DEVICE_TYPE:
-        return self.copy_(tensor_io.to_host(src))
+        return self.copy_(_on_host(src))
     with trace.lock:
         flush_if_full()
         tensor_io.copy(self, src)
