@@ -1,7 +1,7 @@
 """Lowerings: what each ATen operation computes, as pure JAX functions in families.
 
-This folder imports JAX, but neither torch nor any other module of the package except `xla_amp.common.events`,
-`xla_amp.common.loss_scaling` and `xla_amp.master_weights`.  The families are loaded when the table is first used: the
+This folder imports JAX, but neither torch nor any other module of the package except `xla_amp.common.events`
+and `xla_amp.common.loss_scaling`.  The families are loaded when the table is first used: the
 JAX front uses the forms of contractions and attention alone.
 """
 

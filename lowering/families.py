@@ -3,7 +3,7 @@
 # ruff: noqa: F401 (importing a family registers its lowerings)
 
 from xla_amp.lowering.attention import fused_layers, sdpa
-from xla_amp.lowering.linalg import contraction, factorization, float8, grouped
+from xla_amp.lowering.linalg import contraction, factorization, grouped
 from xla_amp.lowering.math import (
     bits,
     complex_numbers,
@@ -32,4 +32,4 @@ from xla_amp.lowering.nn import (
     resampling,
 )
 from xla_amp.lowering.tensor import factory, indexing, random_numbers, shape
-from xla_amp.lowering.training import amp, master_weights, optim
+from xla_amp.lowering.training import amp, optim

@@ -26,7 +26,7 @@ MOVED = {
     "command_line": "stablehlo.html#the-command",
     "concepts": "tutorial.html#the-ideas",
     "explain": "tools.html#explain",
-    "float8": "loss_scaling.html#8-bit-products",
+    "float8": "limits.html#roadmap",
     "huggingface": "frameworks.html#hugging-face",
     "jax_training": "jax.html#loss-scale",
     "monitor": "tools.html#monitor",

@@ -25,7 +25,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "xla_amp.common",
         "xla_amp.hardware",
-        "xla_amp.master_weights",
         "xla_amp.precision_report",
         "xla_amp.report",
     ),
@@ -40,9 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 # The only modules of the package that `xla_amp.lowering` imports.
-LOWERING_IMPORTS = frozenset(
-    {"xla_amp.common.events", "xla_amp.common.loss_scaling", "xla_amp.hardware", "xla_amp.master_weights"}
-)
+LOWERING_IMPORTS = frozenset({"xla_amp.common.events", "xla_amp.common.loss_scaling", "xla_amp.hardware"})
 
 # Imports against the layers or in a circle, when a function of the module is called -> why they are right.
 LOADED_BY_NAME: Mapping[str, Mapping[str, str]] = {

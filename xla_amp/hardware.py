@@ -75,12 +75,6 @@ def specification(target: str) -> Mapping[str, Any]:
     return rows[target]
 
 
-def compute_capability(device: Any) -> tuple[int, int] | None:
-    """Of a device of JAX, if it is an NVIDIA GPU (``"9.0"``); None for others, as AMD's (``"gfx90a"``)."""
-    parts = str(getattr(device, "compute_capability", "")).split(".")
-    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(map(str.isdecimal, parts)) else None
-
-
 @functools.cache
 def _specifications() -> Mapping[str, Mapping[str, Any]]:
     text = importlib.resources.files(__package__).joinpath("hardware.toml").read_text(encoding="utf-8")

@@ -267,7 +267,7 @@ def test_a_report_needs_jinja2(run, folder, monkeypatch):
         (("overflow", "net.mlir"), 2, "overflow is no command any more; use: xla_amp.find_overflow"),
         (("replay", "runs/1"), 2, "replay is no command any more; use: xla_amp.find_overflow(step, kept="),
         (("monitor", "replay", "runs/1"), 2, "monitor is no command any more; use: xla_amp.find_overflow(step, kept="),
-        (("convert", "net.mlir", "-o", "out", "--policy", "fp8"), 2, "not supported in StableHLO programs"),
+        (("convert", "net.mlir", "-o", "out", "--policy", "fp8"), 2, "8-bit products left in 0.3.0"),
         (("compare", "net.mlir", "net.mlir", "--inputs", "absent.npz"), 2, "reading absent.npz: No such file"),
         (("compare", "net.mlir", "net.mlir", "--tolerance", "0"), 2, "invalid positive value: '0'"),
         (("compare", "net.mlir"), 2, "required: B"),

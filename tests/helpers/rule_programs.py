@@ -148,13 +148,11 @@ def following(cast: Cast) -> list[Program]:
     return [program for program in ALL if not refused(program, cast)]
 
 
-def refused_by_torch(program: Program, cast: Cast, on_lazy: bool = False) -> str:
+def refused_by_torch(program: Program, cast: Cast) -> str:
     """The error of a cast that torch has no kernel for, as a pattern; empty if it has."""
     name = program.rule.partition(".")[0]
     if cast in ("fp32_out", "fp32_append") and not (cast == "fp32_out" and name in TAKES_DTYPE):
         return f"'{cast}' for {name}.*give it 'fp32'"
-    if cast == "fp8" and not on_lazy:
-        return f"'{cast}' is not supported on torch's device"
     return f"'low_fp32_out' for {name}.*JAX and StableHLO follow" if cast == "low_fp32_out" else ""
 
 
@@ -177,7 +175,7 @@ def run_in_torch(cast: Cast, place: torch.device, *, mixed_products: bool) -> It
             if cast == "ban":
                 with pytest.raises(RuntimeError, match=name):
                     program.torch(*operands)
-            elif error := refused_by_torch(program, cast, on_lazy=place.type == "jax"):
+            elif error := refused_by_torch(program, cast):
                 with pytest.raises(PolicyError, match=error):
                     program.torch(*operands)
             elif cast == "keep" and name in PRODUCTS and not mixed_products:
@@ -187,6 +185,5 @@ def run_in_torch(cast: Cast, place: torch.device, *, mixed_products: bool) -> It
                 report.records.clear()
                 program.torch(*operands)
                 (record,) = [each for each in report.records if each.layer == "override"]
-                # Sizes of 4 are none of an 8-bit product.
-                assert record.cast == ("low" if cast == "fp8" else cast)
+                assert record.cast == cast
                 yield program, record

@@ -39,7 +39,8 @@ MALFORMED = [
         "unknown operation 'mylib::': write namespace and name of the operator, e.g. 'mylib::attention'",
     ),
     ("", "fp32", "a rule without a name; write the operation, e.g. 'softmax'"),
-    ("mm", "float32", "unknown cast 'float32' for mm; did you mean 'fp32'? Casts: low, fp8, fp32,"),
+    ("mm", "float32", "unknown cast 'float32' for mm; did you mean 'fp32'? Casts: low, fp32,"),
+    ("mm", "fp8", "cast 'fp8' for mm: 8-bit products left in 0.3.0"),
     ("mm", "fp16", "unknown cast 'fp16' for mm; did you mean 'low'?"),
     ("mm", "fp32_inside", "cast 'fp32_inside' for mm: it is for operations of one tensor"),
     ("softmax", "low_fp32_out", "cast 'low_fp32_out' for softmax.int: it is for matrix products and convolutions"),
@@ -86,7 +87,7 @@ def test_a_malformed_rule_has_one_message(
     [
         (
             ["softmax"],
-            "'softmax': expected PATTERN=CAST, e.g. tanh=fp32, with one of low, fp8, fp32,",
+            "'softmax': expected PATTERN=CAST, e.g. tanh=fp32, with one of low, fp32,",
         ),
         (["=fp32"], "'=fp32': expected PATTERN=CAST"),
         (["mm=low;tanh=low"], "'mm=low;tanh=low': expected one rule, PATTERN=CAST; repeat --rule for another"),

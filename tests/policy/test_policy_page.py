@@ -60,6 +60,5 @@ def test_the_tables_of_the_page_are_complete():
         "torch_tpu",
         "cautious",
         "lean",
-        "fp8",
     ]
     assert set(first_columns[len(CASTS) :]) == set(BUILTIN)

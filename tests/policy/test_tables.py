@@ -13,7 +13,7 @@ from xla_amp.policy import BUILTIN, Rule, load
 from xla_amp.policy.load import _policy
 from xla_amp.policy.op_catalog import catalogue, equivalent, operation_class, packet
 
-PARENTS = {"cautious": ("tpu",), "lean": ("tpu",), "fp8": ("gpu", "cuda")}
+PARENTS = {"cautious": ("tpu",), "lean": ("tpu",)}
 FP32 = {"fp32", "fp32_out", "fp32_append"}
 
 
@@ -35,11 +35,9 @@ def test_every_row_is_complete_sorted_and_reachable(name):
         assert not own or rule in used, "a row that never decides anything"
 
 
-def test_every_table_file_is_a_policy_the_catalogue_or_the_costs_of_float8():
+def test_every_table_file_is_a_policy_or_the_catalogue():
     tables = importlib.resources.files("xla_amp.policy") / "tables"
-    assert sorted(f.name for f in tables.iterdir()) == sorted(
-        f"{name}.toml" for name in (*BUILTIN, "classes", "float8")
-    )
+    assert sorted(f.name for f in tables.iterdir()) == sorted(f"{name}.toml" for name in (*BUILTIN, "classes"))
 
 
 TABLE = """

@@ -180,19 +180,6 @@ def rows_of(step, rank, world):
     return tokens[part], weights[part]
 
 
-def noise(rank, folder, world, mode):
-    """Weights rounded at random, where each process has seeded its generator otherwise, as for dropout."""
-    device = xla_amp.xla_device()
-    torch.manual_seed(rank)
-    weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16, device=device))
-    optimizer = xla_amp.syncfree.AdamW([weight], lr=1e-3, master="stochastic")
-    for _ in range(3):
-        weight.grad = torch.full_like(weight, rank + 1.0)
-        xm.optimizer_step(optimizer, barrier=True)
-    result = [weight.tolist(), torch.rand(1, device=device).item()]
-    Path(folder, f"{world}-{mode}-{rank}.json").write_text(json.dumps(result))
-
-
 def graph(rank, folder, world, mode):
     """What is said when a process goes another way, with another operation or in another policy."""
     device = xla_amp.xla_device()
@@ -219,7 +206,7 @@ def graph(rank, folder, world, mode):
     Path(folder, f"{world}-{mode}-{rank}.json").write_text(json.dumps(result))
 
 
-MODES = {"collect": collect, "low": low, "rows": rows, "noise": noise, "graph": graph}
+MODES = {"collect": collect, "low": low, "rows": rows, "graph": graph}
 
 
 def fail(rank, folder):

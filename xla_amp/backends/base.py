@@ -103,12 +103,6 @@ class Engine(Protocol):
     def platform(self) -> str:
         """XLA's platform underneath: ``"cpu"``, ``"gpu"`` or ``"tpu"``."""
 
-    def device_kind(self) -> str:
-        """The device by the name that its driver gives it; empty if the engine does not know."""
-
-    def compute_capability(self) -> tuple[int, int] | None:
-        """Of an NVIDIA GPU; None for other devices, or if the engine does not know."""
-
     def step_begins(self) -> None:
         """Called when an autocast region opens: ends the previous step if an optimizer step was recorded in it."""
 

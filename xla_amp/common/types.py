@@ -12,7 +12,6 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 Cast: TypeAlias = Literal[
     "low",
-    "fp8",
     "fp32",
     "fp32_inside",
     "low_fp32_out",
@@ -25,8 +24,6 @@ Cast: TypeAlias = Literal[
 """What happens to an operation's eligible operands (floating, not float64, on the region's device):
 
 ``low``          cast to the region's low dtype
-``fp8``          cast to the low dtype, bfloat16; the product of a weight and its gradient with regard to the other
-                 operand read copies that are scaled and rounded to 8-bit floats (`xla_amp.policy.float8`)
 ``fp32``         cast to float32
 ``fp32_inside``  computed in float32; the result has the dtype of the first operand
 ``low_fp32_out`` operands are cast to the low dtype, products are summed in float32, and the result is float32

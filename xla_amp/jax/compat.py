@@ -135,22 +135,6 @@ def low_sums_crash(mesh: Any = None, manual: Iterable[str] = ()) -> bool:
     return bool(inside) and not split <= inside and jax.default_backend() == "cpu"
 
 
-def is_laid_out(value: Any) -> bool:
-    """Whether the type of `value` tells how its axes are split over a mesh: of arrays on explicit axes of a mesh."""
-    return splits(getattr(typeof(value), "sharding", None))
-
-
-def splits(sharding: Any) -> bool:
-    """Whether a sharding of a type, or that a product is asked for, splits an axis or leaves sums to be added.
-
-    Inside `jax.shard_map` transposed contractions are asked for one that does not.
-    """
-    if sharding is None:
-        return False
-    spec = sharding.spec
-    return any(axes is not None for axes in spec) or bool(spec.unreduced or spec.reduced)
-
-
 def slice_aval(aval: Any, length: int) -> Any:
     """Type of one step of a scanned array."""
     return extended.mapped_aval(length, 0, aval)
@@ -223,18 +207,6 @@ def is_region_scope(scope: Any) -> bool:
 def is_transpose_scope(scope: Any) -> bool:
     """Whether a name scope marks part of a backward pass."""
     return isinstance(scope, _Transform) and scope.name == "transpose"
-
-
-def is_backward(eqn: Any, around: bool) -> bool:
-    """Whether an equation is part of a backward pass, and not of a forward pass that is computed again in it.
-
-    Args:
-        eqn: the equation.
-        around: whether its jaxpr is part of a backward pass.
-    """
-    stack = name_stack(eqn)
-    again = any(REMATTED in str(scope.name).split("/") for scope in stack)
-    return (around or any(map(is_transpose_scope, stack))) and not again
 
 
 def is_derivative_scope(scope: Any) -> bool:

@@ -22,8 +22,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,25 +36,9 @@ from xla_amp.jax import compat, rebind
 from xla_amp.jax.decisions import F32
 from xla_amp.jax.primitives import info
 from xla_amp.lowering.linalg.contraction import contract
-from xla_amp.lowering.linalg.float8 import Float8Format, float8_contract
 
-_PLATFORMS: Final[Mapping[str | None, str]] = MappingProxyType({"cpu": "cpu", "cuda": "gpu", None: "tpu"})
-"""JAX's platform, None for those without a form of their own -> that of `xla_amp.lowering`."""
 _OWN_PARAMS = {"precision": None, "preferred_element_type": None}
 """Parameters that the low-precision primitive sets itself."""
-
-
-class Float8(NamedTuple):
-    """What of a contraction reads operands in 8-bit floats; the rest reads them in the low dtype."""
-
-    formats: tuple[Float8Format, Float8Format] | None
-    """Of its operands; None where only gradients do."""
-    gradients: tuple[bool, bool]
-    """Whether the gradient with regard to the first, to the second operand does."""
-
-    def without_formats(self) -> Float8 | None:
-        """For a term of the derivative, which becomes 8-bit when it is transposed."""
-        return self._replace(formats=None) if any(self.gradients) else None
 
 
 def contract_low(
@@ -66,7 +49,6 @@ def contract_low(
     *,
     low: Any,
     out: Any,
-    float8: Float8 | None = None,
 ) -> Any:
     """Binds the low-precision counterpart of a contraction.
 
@@ -77,11 +59,10 @@ def contract_low(
         params: its parameters.
         low: dtype that the operands are read in.
         out: dtype of the result.
-        float8: what reads operands in 8-bit floats, for ``dot_general``; None for nothing.
     """
     given = tuple(master is not None for master in masters)
     extra = [master for master in masters if master is not None]
-    own = {"low": jnp.dtype(low), "out": jnp.dtype(out), "masters": given, "float8": float8}
+    own = {"low": jnp.dtype(low), "out": jnp.dtype(out), "masters": given}
     return low_primitive(primitive).bind(*operands, *extra, **{**params, **_own_params(params)}, **own)
 
 
@@ -144,7 +125,7 @@ def original_call(
     """Primitive, operand types and parameters for a checkpoint policy: our primitive is replaced with JAX's."""
     if primitive not in _originals:
         return primitive, avals, params
-    rest = {key: value for key, value in params.items() if key not in ("low", "out", "masters", "float8")}
+    rest = {key: value for key, value in params.items() if key not in ("low", "out", "masters")}
     return _originals[primitive], avals[: len(avals) - sum(params["masters"])], rest
 
 
@@ -269,7 +250,7 @@ def _cast(value: Any, dtype: Any) -> Any:
     return value if value.dtype == dtype else lax.convert_element_type(value, dtype)
 
 
-def _abstract(primitive: Any, *avals: Any, low: Any, out: Any, masters: Any, float8: Any, **params: Any) -> Any:
+def _abstract(primitive: Any, *avals: Any, low: Any, out: Any, masters: Any, **params: Any) -> Any:
     left, right, *rest = avals[: len(avals) - sum(masters)]
     if "preferred_element_type" in params:
         params = {**params, "preferred_element_type": out}
@@ -278,13 +259,10 @@ def _abstract(primitive: Any, *avals: Any, low: Any, out: Any, masters: Any, flo
 
 
 def _lower(
-    primitive: Any, platform: str | None, *operands: Any, low: Any, out: Any, masters: Any, float8: Any, **params: Any
+    primitive: Any, platform: str | None, *operands: Any, low: Any, out: Any, masters: Any, **params: Any
 ) -> Any:
     left, right, *rest = operands[: len(operands) - sum(masters)]
     left, right = _cast(left, low), _cast(right, low)
-    if float8 is not None and float8.formats is not None:
-        form = functools.partial(float8_contract, formats=float8.formats, platform=_PLATFORMS[platform])
-        return _cast(_as_matrices(form, left, right, params["dimension_numbers"]), out)
     accumulator = jnp.dtype(jnp.float32)
     if platform == "cpu" and primitive is lax.dot_general_p:
         # XLA:CPU folds a transpose of the left operand or of a float32 result into a dot that it cannot run (jaxlib
@@ -374,8 +352,7 @@ def _copies(params: Mapping[str, Any]) -> list[int]:
 
 def _tangent(primitive: Any, factors: Sequence[Any], tangents: Sequence[Any], params: dict[str, Any], aval: Any) -> Any:
     sources = [(0, tangents[0]), (1, tangents[1]), *zip(_copies(params), tangents[len(factors) :], strict=True)]
-    float8 = params["float8"] and params["float8"].without_formats()
-    plain = {**params, "masters": (False, False), "float8": float8}
+    plain = {**params, "masters": (False, False)}
     terms = []
     for index, tangent in sources:
         if not isinstance(tangent, ad.Zero):
@@ -383,9 +360,7 @@ def _tangent(primitive: Any, factors: Sequence[Any], tangents: Sequence[Any], pa
     return functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(compat.tangent_aval(aval))
 
 
-def _transpose(
-    primitive: Any, cotangent: Any, *operands: Any, low: Any, masters: Any, out: Any, float8: Any, **params: Any
-) -> Any:
+def _transpose(primitive: Any, cotangent: Any, *operands: Any, low: Any, masters: Any, out: Any, **params: Any) -> Any:
     count = len(operands) - sum(masters)
     result: list[Any] = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
     # The last undefined operand: if a copy and its master are both undefined, the master gets the gradient.
@@ -397,10 +372,7 @@ def _transpose(
     known = [operand for index, operand in enumerate(operands[:count]) if index != linear]
     f32_jaxpr = _transposed(primitive, linear, unknown, tuple(map(compat.typeof, known)), tuple(params.items()))
     values = [(value, None) for value in (cotangent, *known)]
-    in_8_bits = None
-    if float8 is not None and float8.gradients[linear]:
-        in_8_bits = float8._replace(formats=("e5m2", "e4m3"), gradients=(False, False))
-    result[target] = _replay(primitive, f32_jaxpr, values, low, unknown.dtype, in_8_bits)
+    result[target] = _replay(primitive, f32_jaxpr, values, low, unknown.dtype)
     return result
 
 
@@ -449,7 +421,7 @@ def _without_transpose(primitive: Any, closed: compat.ClosedJaxpr) -> compat.Clo
 
 
 def _batch(primitive: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
-    masters, low, out, float8 = (params.pop(key) for key in ("masters", "low", "out", "float8"))
+    masters, low, out = (params.pop(key) for key in ("masters", "low", "out"))
     count = len(operands) - sum(masters)
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     extra = iter(zip(operands[count:], dims[count:], strict=True))
@@ -465,7 +437,7 @@ def _batch(primitive: Any, operands: Sequence[Any], dims: Sequence[Any], **param
         axes.append(dim)
     avals = tuple(compat.typeof(operand) for operand, _ in pairs)
     f32_jaxpr = _batched(primitive, avals, tuple(axes), tuple(params.items()))
-    return _replay(primitive, f32_jaxpr, pairs, low, out, float8), 0
+    return _replay(primitive, f32_jaxpr, pairs, low, out), 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -485,8 +457,6 @@ class _Operand(NamedTuple):
     value: Any
     master: Any = None
     """The float32 value that gets its gradient."""
-    format: Float8Format | None = None
-    """In which a contraction reads it."""
 
 
 def _replay(
@@ -495,15 +465,10 @@ def _replay(
     values: list[tuple[Any, Any]],
     low: Any,
     out: Any,
-    float8: Float8 | None,
 ) -> Any:
-    """Evaluates a jaxpr around one contraction, which becomes a low-precision one.
-
-    The masters follow their operands, and so do the 8-bit formats of the first two values.
-    """
+    """Evaluates a jaxpr around one contraction, which becomes a low-precision one; masters follow their operands."""
     jaxpr = f32_jaxpr.jaxpr
-    formats: Sequence[Float8Format | None] = (float8 and float8.formats) or ()
-    given = map(_Operand, *zip(*values, strict=True), [*formats, *[None] * len(values)])
+    given = map(_Operand, *zip(*values, strict=True))
     environment: dict[Any, _Operand] = dict(zip(jaxpr.invars, given, strict=True))
     environment.update(zip(jaxpr.constvars, map(_Operand, f32_jaxpr.consts), strict=True))
 
@@ -517,19 +482,16 @@ def _replay(
             if F32 in (left.value.dtype, right.value.dtype) and sums_nothing(primitive, eqn.params, *arrays[:2]):
                 wide = [*(_cast(each, F32) for each in arrays[:2]), *arrays[2:]]
                 return [*map(_Operand, compat.bind(primitive, wide, eqn.params))]
-            in_8_bits = float8
-            if float8 is not None and left.format is not None and right.format is not None:
-                in_8_bits = float8._replace(formats=(left.format, right.format))
             masters = (left.master, right.master)
-            return [_Operand(contract_low(primitive, arrays, masters, eqn.params, low=low, out=out, float8=in_8_bits))]
+            return [_Operand(contract_low(primitive, arrays, masters, eqn.params, low=low, out=out))]
         if len(operands) != 1 and info(eqn.primitive.name).kind is None:
             return [*map(_Operand, _bind_like(eqn, arrays))]
         plain = compat.bind(eqn.primitive, arrays, eqn.params)
         moved = operands[0]
         if moved.master is None:
-            return [_Operand(value, None, moved.format) for value in plain]
+            return [*map(_Operand, plain)]
         wide = compat.bind(eqn.primitive, [moved.master, *arrays[1:]], eqn.params)
-        return [_Operand(value, master, moved.format) for value, master in zip(plain, wide, strict=True)]
+        return [*map(_Operand, plain, wide)]
 
     # The jaxpr serves all programs: its scopes, meshes and source lines are those of the first.
     rebind.run(jaxpr.eqns, environment, process, read, context=lambda _: contextlib.nullcontext())

@@ -14,14 +14,11 @@ from typing import Any, Final, TypeAlias
 
 import jax
 import numpy as np
-from jax import lax
 
-from xla_amp import hardware
 from xla_amp.common import events
 from xla_amp.jax import compat, rebind
 from xla_amp.jax.analyses.exact_reads import exact_values
 from xla_amp.jax.contraction_primitives import (
-    Float8,
     aten_product,
     contract_low,
     flops,
@@ -34,8 +31,7 @@ from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, resi
 from xla_amp.jax.precision_request import NOTHING_SUMMED, request
 from xla_amp.jax.primitives import PrimitiveInfo, info
 from xla_amp.jax.value_info import CastCache, Facts, Value, arrays_of, cast, inside, outside
-from xla_amp.lowering.linalg.float8 import FORMATS, Float8Format
-from xla_amp.policy import Decision, effects, float8, op_catalog
+from xla_amp.policy import Decision, effects, op_catalog
 from xla_amp.policy.cast_dtypes import cast_dtypes
 
 
@@ -284,25 +280,17 @@ class Interpreter:
         unsummed = kind == "contraction" and sums_nothing(primitive, params, *avals[:2])
         if unsummed and not kept and not decision.from_user:
             kept = NOTHING_SUMMED
-        in_8_bits, told = None, ""
-        if decision.cast == "fp8" and not kept:
-            gradient = any(f32_outputs) and compat.is_backward(eqn, self.backward)
-            in_8_bits, told = self._float8(operands, eqn, gradient, decision.from_user)
-            if in_8_bits is None:
-                decision = decision._replace(cast="low")
+        told = ""
         if reached or path:
-            effects.note(reached, kept or (told if in_8_bits is None else "") or _why_fixed(decision, row), path)
+            effects.note(reached, kept or _why_fixed(decision, row), path)
         if decision.cast == "ban":
             raise ban_error(primitive.name, decision)
         weak = list(map(_is_weak, eqn.invars))
         results: list[Value] | None = None
-        if kind == "contraction" and decision.cast in ("low", "low_fp32_out", "fp8") and not kept:
+        if kind == "contraction" and decision.cast in ("low", "low_fp32_out") and not kept:
             wide = decision.cast == "low_fp32_out" or any(f32_outputs)
-            used, result = self._contract(eqn, operands, wide, in_8_bits)
+            used, result = self._contract(eqn, operands, wide)
             outs, results = [result.array], [result]
-            if in_8_bits is not None and in_8_bits.formats is not None:
-                formats = zip(used, in_8_bits.formats, strict=True)
-                used = [jax.ShapeDtypeStruct(np.shape(v), FORMATS[each].dtype) for v, each in formats]
         elif self.settings.as_written:
             used = self.cast_to_avals(operands, avals)
             outs = compat.bind(primitive, used, params)
@@ -328,43 +316,6 @@ class Interpreter:
             place = where(self.outer, eqn)
             emit_decision(policy, primitive.name, decision, given, used, outs, place, kept, cost, told)
         return list(map(inside, outs)) if results is None else results
-
-    def _float8(
-        self,
-        operands: list[Value],
-        eqn: Any,
-        gradient_of_weight: bool,
-        asked: bool,
-    ) -> tuple[Float8 | None, str]:
-        """What of a contraction under a cast to 8-bit floats reads them, and why, or why nothing does."""
-        if self.settings.low != np.dtype("bfloat16"):
-            raise float8.refused(f"where the low dtype is {self.settings.low}", "pass dtype=jnp.bfloat16 to autocast")
-        device = jax.devices()[0]
-        place = float8.Device(device.platform, device.device_kind, hardware.compute_capability(device))
-        if why := float8.unavailable(place):
-            return None, why
-        params = eqn.params
-        if eqn.primitive is not lax.dot_general_p:
-            return None, f"{float8.LEFT_OUT}: it is no plain product"
-        if compat.splits(params.get("out_sharding")) or any(map(compat.is_laid_out, arrays_of(operands))):
-            return None, f"{float8.LEFT_OUT}: an explicit mesh splits its operands or its result"
-        if gradient_of_weight:
-            return None, f"{float8.LEFT_OUT}: its float32 sums are wanted, as of the gradient of a weight"
-        weight, told = float8.weight_of(
-            (eqn.invars[0].aval.shape, eqn.invars[1].aval.shape),
-            (operands[0].facts.weight, operands[1].facts.weight),
-            params["dimension_numbers"][0],
-            asked=asked,
-            target=float8.target_of(place.kind),
-        )
-        if weight is None:
-            return None, told
-        backward = compat.is_backward(eqn, self.backward)
-        formats: list[Float8Format] = ["e4m3", "e4m3"]
-        if backward:
-            formats[1 - weight] = "e5m2"
-        gradients = (weight != 0 and not backward, weight != 1 and not backward)
-        return Float8((formats[0], formats[1]), gradients), told
 
     def _kept(self, operands: list[Value], eqn: Any, after_gradients: bool) -> str:
         """Why a contraction runs as it was written, whatever the policy says; empty if it does not."""
@@ -400,9 +351,7 @@ class Interpreter:
             return dataclasses.replace(result, facts=result.facts._replace(widened=str(given)))
         return result
 
-    def _contract(
-        self, eqn: Any, operands: list[Value], f32_output: bool, in_8_bits: Float8 | None
-    ) -> tuple[list[Any], Value]:
+    def _contract(self, eqn: Any, operands: list[Value], f32_output: bool) -> tuple[list[Any], Value]:
         low, primitive, params, avals = self.settings.low, eqn.primitive, eqn.params, avals_of(eqn)
         masters = [value.array if value.is_weight() else None for value in operands[:2]]
         given = arrays_of(operands)
@@ -416,7 +365,7 @@ class Interpreter:
         values = [*used, *given[2:]]
         out = F32 if f32_output or requested else low
         passed = (None, None) if runs_now else (masters[0], masters[1])
-        result = contract_low(primitive, values, passed, params, low=low, out=out, float8=in_8_bits)
+        result = contract_low(primitive, values, passed, params, low=low, out=out)
         if out != low:
             return values, Value(result)
         axes = result_axes(primitive, params, *used)

@@ -3,7 +3,7 @@
 from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.programs.execute import sync
 from xla_amp.lazy.programs.metrics import metrics
-from xla_amp.lazy.programs.pjrt import compute_capability, device_kind, platform
+from xla_amp.lazy.programs.pjrt import platform
 from xla_amp.lazy.steps.rollback import restore_where, snapshot
 from xla_amp.lazy.steps.step_marker import step_begins
 from xla_amp.lazy.tensors.later import read_later
@@ -15,9 +15,7 @@ from xla_amp.lazy.torch_integration.generator import get_rng_state, manual_seed,
 
 __all__ = [
     "DEVICE_TYPE",
-    "compute_capability",
     "device",
-    "device_kind",
     "get_rng_state",
     "is_started",
     "manual_seed",

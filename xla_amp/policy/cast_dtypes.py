@@ -66,7 +66,7 @@ def cast_dtypes(
             cast = "keep"
     given = {dtype for dtype in operands if dtype is not None}
     target: D | None = None
-    if cast in ("low", "fp8"):  # 8-bit copies are made inside of the product
+    if cast == "low":
         target = low
     elif cast == "fp32":
         target = float32

@@ -178,6 +178,5 @@ _SOME_OPERATIONS: Final[dict[Cast, str]] = {
     "fp32_append": "norm",
     "fp32_inside": "softmax",
     "low_fp32_out": "linear",
-    "fp8": "linear",
 }
 """Casts that not every operation can follow -> one that can."""

@@ -209,13 +209,9 @@ def unfit(operations: Iterable[str], cast: Cast) -> str:
     elif cast == "low_fp32_out":
         wrong = sorted(name for name in operations if operation_class(name) not in ("contraction", "convolution"))
         why = "it is for matrix products and convolutions, which sum products of low operands in float32"
-    elif cast == "fp8" and GRADIENT_SUM not in operations:
-        wrong = sorted(set(operations) - _WEIGHTED)
-        why = f"it is for products with a weight matrix: {', '.join(sorted(_WEIGHTED))}"
     elif GRADIENT_SUM in operations and cast not in ("fp32", "low", "keep"):
         wrong = [GRADIENT_SUM]
-        narrow = "a sum in 8 bits keeps 2 or 3 digits of each part, and XLA has no scale for it"
-        why = narrow if cast == "fp8" else "gradients are added in float32, the low dtype or their own ('keep')"
+        why = "gradients are added in float32, the low dtype or their own ('keep')"
     elif WHILE_LOOP in operations and cast not in ("fp32", "low"):
         wrong, why = [WHILE_LOOP], "what a loop computes stays float32, or follows its own rules ('low')"
     else:
@@ -224,10 +220,6 @@ def unfit(operations: Iterable[str], cast: Cast) -> str:
         return ""
     listed = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
     return f"cast {cast!r} for {listed}: {why}. Give it 'fp32' or 'low'"
-
-
-_WEIGHTED: Final = frozenset({"addmm", "linear", "matmul", "mm"})
-"""Operations that can have a cast to 8-bit floats."""
 
 
 def packet(operation: str) -> str:

@@ -35,15 +35,10 @@ FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FIRST_OPERAND_ONLY = ("batch_norm", "instance_norm")
 """Their running statistics are written to; see `xla_amp.pytorch.autocast.casting`."""
 
-LOW = ("low", "fp8")
-
 
 def given(cast: str, low: torch.dtype) -> list[torch.dtype]:
-    """dtypes that operands have in turn, such that the cast changes some of them.
-
-    The operands are too small for products of 8-bit floats, so those casts are ``low``.
-    """
-    if cast in LOW:
+    """dtypes that operands have in turn, such that the cast changes some of them."""
+    if cast == "low":
         return [torch.float32]
     return [low, torch.float32] if cast == "promote" else [low]
 
@@ -70,7 +65,7 @@ def by_hand(operation: str, cast: str, low: torch.dtype, sample: samples.Argumen
     if cast == "fp32_inside":
         main, *statistics = tensors(by_hand(operation, "fp32", low, sample, made))
         return [main.to(low), *statistics]
-    target = low if cast in LOW or (cast == "promote" and made == 1) else torch.float32
+    target = low if cast == "low" or (cast == "promote" and made == 1) else torch.float32
     if operation in FIRST_OPERAND_ONLY:
         return samples.call(operation, ((cast_to(positional[0], target), *positional[1:]), keywords))
     changed = tuple(cast_to(value, target) for value in positional)
@@ -124,7 +119,7 @@ class Trial:
 
     def problem(self, *, values: bool = True) -> str | None:
         """What the operation does otherwise than its cast says, or None."""
-        is_low = self.cast in (*LOW, "fp32_inside") or (self.cast == "promote" and self.made == 1)
+        is_low = self.cast in ("low", "fp32_inside") or (self.cast == "promote" and self.made == 1)
         aim = self.low if is_low else torch.float32
         results = self.results[:1] if self.cast == "fp32_inside" else self.results  # statistics stay float32
         floating = {tensor.dtype for tensor in results if tensor.dtype in FLOATING}

@@ -300,6 +300,15 @@ def test_options_that_it_cannot_have(name):
         getattr(syncfree, name)(params, fused=False)
     with pytest.raises(RuntimeError, match=rf"syncfree.{name}\(differentiable=True\)"):
         getattr(syncfree, name)(params, differentiable=True)
+    left = rf"syncfree.{name}\(master='kahan'\): 16-bit master weights left in 0.3.0.*torch-optimi"
+    with pytest.raises(TypeError, match=left):
+        getattr(syncfree, name)(params, master="kahan")
+    with pytest.raises(TypeError, match=left):
+        getattr(syncfree, name)([{"params": params, "master": "kahan"}])
+    saved = getattr(syncfree, name)(params).state_dict()
+    saved["param_groups"][0]["master"] = "kahan"
+    with pytest.raises(TypeError, match=left):
+        getattr(syncfree, name)(params).load_state_dict(saved)
     with pytest.raises(ValueError, match="Invalid learning rate"):
         getattr(syncfree, name)(params, lr=-1.0)
 

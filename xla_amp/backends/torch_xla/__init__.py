@@ -60,16 +60,6 @@ def is_started() -> bool:
     return _started
 
 
-def device_kind() -> str:
-    """Unknown: torch_xla does not tell."""
-    return ""
-
-
-def compute_capability() -> tuple[int, int] | None:
-    """Unknown: torch_xla does not tell."""
-    return None
-
-
 def platform() -> str:
     """XLA's platform underneath: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
 

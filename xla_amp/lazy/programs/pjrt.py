@@ -6,7 +6,6 @@ import functools
 
 import jax
 
-from xla_amp import hardware
 from xla_amp.common import config
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.programs import compilation_cache
@@ -65,13 +64,3 @@ def platform() -> str:
     """``"cpu"``, ``"gpu"`` or ``"tpu"``."""
     name: str = jax_device().platform
     return _PLATFORMS.get(name, name)
-
-
-def device_kind() -> str:
-    """The device by the name that its driver gives it."""
-    return str(jax_device().device_kind)
-
-
-def compute_capability() -> tuple[int, int] | None:
-    """Compute capability of the NVIDIA GPU; None for other devices, or where it is not known."""
-    return hardware.compute_capability(jax_device())

@@ -13,7 +13,7 @@ from xla_amp.lazy.graph.tape import Tape
 
 _SAME_VALUE: Final = frozenset({"_to_copy", "clone", "mark_sharding", "view"})
 """Operations whose result is their operand in another dtype or form."""
-_PRODUCTS: Final = frozenset({"addmm", "baddbmm", "bmm", "mm", "xla_amp.float8_mm"})
+_PRODUCTS: Final = frozenset({"addmm", "baddbmm", "bmm", "mm"})
 """Their last two operands are the factors."""
 _GRADIENTS: Final = frozenset({"bmm", "mm"})
 """The products that autograd's formulas for `_PRODUCTS` use."""

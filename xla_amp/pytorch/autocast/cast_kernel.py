@@ -17,7 +17,7 @@ from xla_amp.backends import dynamo, module_paths
 from xla_amp.common import events
 from xla_amp.common.types import Cast
 from xla_amp.policy import Decision, Policy, effects, regions
-from xla_amp.pytorch.autocast import casting, decision_events, float8_products
+from xla_amp.pytorch.autocast import casting, decision_events
 
 Kernel = Callable[..., Any]
 Rules = Callable[[], Policy]
@@ -62,7 +62,7 @@ def make(
     operands = casting.operands(operator)
     enable = torch.set_autocast_enabled
     default = _default_kernel(operands, device_type, as_key(key), torch_rule[0], keep_kernel)
-    made: dict[tuple[Cast, bool], casting.Prepare] = {}
+    made: dict[Cast, casting.Prepare] = {}
     # Without a rule, only the parts of such an operation are recorded.
     composite = operator.has_kernel_for_dispatch_key("CompositeImplicitAutograd")
 
@@ -71,11 +71,9 @@ def make(
         effects.asked(policy, name, path)
         if (decision.cast, decision.rule is not None) == torch_rule:
             return decision, None
-        asked = decision.cast == "fp8" and decision.from_user
-        prepare = made.get((decision.cast, asked))
+        prepare = made.get(decision.cast)
         if prepare is None:
-            prepare = casting.make(decision.cast, operands, device_type, asked=asked)
-            made[decision.cast, asked] = prepare
+            prepare = made[decision.cast] = casting.make(decision.cast, operands, device_type)
         return decision, prepare
 
     # The newest policy with its choices by module. Replaced as one tuple, because threads may be in regions of
@@ -116,11 +114,8 @@ def make(
             if decision.cast == "fp32_inside":  # in the kernel
                 used = decision_events.after(decision.cast, given, device_type)
             result = target(*arguments, **keywords)
-            told = ""
-            if isinstance(target, float8_products.Told):
-                told, (decision, used) = target.why, target.shown(decision, used)
             place = path or module_paths.current()
-            decision_events.emit(events.decided, decision, policy, before, used, shapes, result, place, told)
+            decision_events.emit(events.decided, decision, policy, before, used, shapes, result, place)
             return result
         finally:
             enable(device_type, True)

@@ -25,7 +25,6 @@ from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
 from xla_amp.policy import op_catalog
 from xla_amp.policy.cast_dtypes import CastDtypes, cast_dtypes
-from xla_amp.pytorch.autocast import float8_products
 
 Arguments: TypeAlias = Sequence[Any]
 Keywords: TypeAlias = Mapping[str, Any]
@@ -92,14 +91,13 @@ def _kind(argument: Any) -> str:
     return "list" if "List[" in text else "tensor"
 
 
-def make(cast: Cast, operands: Operands, device_type: str, *, asked: bool = False) -> Prepare:
+def make(cast: Cast, operands: Operands, device_type: str) -> Prepare:
     """The prepare function that gives `operands`' operation the cast.
 
     Args:
         cast: the policy's.
         operands: of the operation.
         device_type: of the region.
-        asked: whether a rule of the user's gives the cast.
 
     Raises:
         PolicyError: the operation has no ``dtype`` argument or overload that the cast needs.
@@ -117,8 +115,6 @@ def make(cast: Cast, operands: Operands, device_type: str, *, asked: bool = Fals
             f"cast 'low_fp32_out' for {operands.name}: torch has no differentiable product of low operands with a "
             "float32 result; JAX and StableHLO follow this rule. Give it 'low' or 'fp32'"
         )
-    if cast == "fp8":
-        return float8_products.make(operands.name, _to(operands, device_type, "low"), device_type, asked)
     if cast == "promote":
         return _promote(operands, device_type)
     if cast == "keep":

@@ -5,8 +5,6 @@ value skips the step).  A scaler sets both as attributes (torch's contract for o
 ``_step_supports_amp_scaling``, which our scaler and torch's follow); without a scaler, ``step(found_inf=...)`` takes
 the flag.  Step counts are tensors on the device.  A skipped step leaves parameters, state and counts bitwise unchanged,
 even if it is the first.  `wrap` gives any other optimizer the same step, by selecting old values.
-
-``master=`` trains 16-bit weights as if they had float32's bits (`xla_amp.pytorch.optim.master_weights`).
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from xla_amp.backends import base, devices
-from xla_amp.pytorch.optim import master_weights
-from xla_amp.pytorch.optim.master_weights import Master
 from xla_amp.pytorch.optim.wrap import flag_of
 from xla_amp.pytorch.optim.wrap import wrap as wrap
 
@@ -52,35 +48,22 @@ class _SyncFree(Optimizer):
     # A scaler sets and deletes these two. torch's scaler reads `grad_scale` with a default, so it must not be None.
     grad_scale: Tensor
     found_inf: Tensor
-    _loaded = False
-    """Whether the state came from a checkpoint with state of another `master` since the last step."""
-
-    def _set_master(self, master: Master | None) -> None:
-        if master is not None:
-            self.defaults["master"] = master
-            for group in self.param_groups:
-                group.setdefault("master", master)
-        name = f"syncfree.{type(self).__name__}"
-        for group in self.param_groups:
-            master_weights.check(name, group)
-        master_weights.check_effect(name, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; a group may have its own `master`."""
+        """As torch's."""
+        self._refuse_master(param_group.get("master"))
         super().add_param_group(param_group)
-        master_weights.check(f"syncfree.{type(self).__name__}", self.param_groups[-1])
 
-    def master_weights(self) -> list[Tensor]:
-        """float32 values of all parameters, in the order of the groups: with `master`, what the state adds included."""
-        self._adopt()
-        return master_weights.values(self)
+    def _refuse_master(self, master: Any) -> None:
+        if master is not None:
+            raise TypeError(
+                f"syncfree.{type(self).__name__}(master={master!r}): 16-bit master weights left in 0.3.0. Keep the "
+                "weights in float32 and compute in the low dtype under xla_amp.autocast, or use the Kahan sums of "
+                "torch-optimi (in JAX, optax with float32 weights)"
+            )
 
-    def _adopt(self) -> None:
-        if self._loaded:
-            self._loaded = False
-            master_weights.adopt(self)
-
-    def _check_options(self, differentiable: bool, fused: bool | None) -> None:
+    def _check_options(self, differentiable: bool, fused: bool | None, master: Any) -> None:
+        self._refuse_master(master)
         name = f"syncfree.{type(self).__name__}"
         if differentiable:
             raise RuntimeError(
@@ -116,7 +99,6 @@ class _SyncFree(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._adopt()
             scaling = _Scaling(getattr(self, "grad_scale", None), flag_of(self, found_inf))
             for group in self.param_groups:
                 for device, parameters, gradients in _by_device_and_dtype(self, group):
@@ -130,23 +112,26 @@ class _SyncFree(Optimizer):
     ) -> None:
         raise TypeError(f"{type(self).__name__} is a base class; use syncfree.SGD, Adam or AdamW")
 
+    def _make_states(self, parameters: list[Tensor], *names: str) -> list[Tensor]:
+        """Makes state of zeros that parameters lack; returns the parameters that lacked the first of `names`."""
+        lacking = [(p, name) for name in names for p in parameters if self.state[p].get(name) is None]
+        made = base.zeros_like([p for p, _ in lacking], parameters[0].device)
+        for (parameter, name), zeros in zip(lacking, made, strict=True):
+            self.state[parameter][name] = zeros
+        return [parameter for parameter, name in lacking if name == names[0]]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of this class or of torch.optim's class of the same name.
 
-        Options of the groups are loaded too, but the step stays fused, step counts go to the device, and `master` stays
-        as it is: state of another mode is converted in the next step, when the weights have been loaded, too.
+        Options of the groups are loaded too, but the step stays fused, and step counts go to the device.
+
+        Raises:
+            TypeError: state of the 16-bit master weights of versions before 0.3.0.
         """
-        own = [group.get("master") for group in self.param_groups]
+        for group in state_dict["param_groups"]:
+            self._refuse_master(group.get("master"))
         groups = [{**group, **_FUSED} for group in state_dict["param_groups"]]
-        for group, master in zip(groups, own, strict=False):  # torch checks their number
-            group.pop("master", None)
-            if master is not None:
-                group["master"] = master
-        loaded = {**state_dict, "param_groups": groups}
-        super().load_state_dict(loaded)
-        self._loaded = any(own) or master_weights.knows(loaded)
-        if self._loaded:
-            master_weights.load(self, loaded)
+        super().load_state_dict({**state_dict, "param_groups": groups})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -190,35 +175,29 @@ class SGD(_SyncFree, torch.optim.SGD):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        master: Master | None = None,
+        master: None = None,
     ) -> None:
-        self._check_options(differentiable, fused)
+        self._check_options(differentiable, fused, master)
         self._unstepped: dict[Tensor, Tensor] = {}
         """Parameter -> float32 (): 1 until its first step that was not skipped; kept where dampening needs it."""
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True)
-        self._set_master(master)
 
     def _step_group(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], scaling: _Scaling
     ) -> None:
         momentum, dampening, weight_decay = group["momentum"], group["dampening"], group["weight_decay"]
         grad_scale, found_inf = scaling
-        states = [self.state[parameter] for parameter in parameters] if momentum or group.get("master") else []
-        new = [p for p, s in zip(parameters, states, strict=False) if s.get("momentum_buffer") is None]
-        names = ("momentum_buffer",) if momentum else ()
-        master_weights.make_states(self, group.get("master"), parameters, *names)
+        new = self._make_states(parameters, "momentum_buffer") if momentum else []
         if momentum and dampening:
             for parameter in new:
                 self._unstepped[parameter] = torch.ones((), dtype=torch.float32, device=parameter.device)
-        update = master_weights.MasterUpdate(group.get("master"), parameters, gradients, states, *names)
-        gradients = update.gradients
         if isinstance(weight_decay, Tensor) or (momentum and dampening):
-            gradients = self._preprocessed(group, parameters, update, scaling)
+            gradients = self._preprocessed(group, parameters, gradients, scaling)
             grad_scale, weight_decay, dampening = None, 0.0, 0.0
         torch._fused_sgd_(
-            update.weights,
+            parameters,
             gradients,
-            update.states.get("momentum_buffer", []),
+            [self.state[parameter]["momentum_buffer"] for parameter in parameters] if momentum else [],
             weight_decay=weight_decay,
             momentum=momentum,
             lr=_number(group["lr"], parameters[0].device),
@@ -231,21 +210,20 @@ class SGD(_SyncFree, torch.optim.SGD):
             grad_scale=grad_scale,
             found_inf=found_inf,
         )
-        update.end(found_inf, unscaled=scaling.grad_scale is not None)
 
     def _preprocessed(
-        self, group: dict[str, Any], parameters: list[Tensor], update: master_weights.MasterUpdate, scaling: _Scaling
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], scaling: _Scaling
     ) -> list[Tensor]:
         """Gradients with scale, weight decay and dampening applied, where the fused kernel cannot apply them.
 
         Dampening starts with the second step, and only the device knows which step is the second.
         """
         if scaling.grad_scale is not None:
-            torch._foreach_div_(update.gradients, scaling.grad_scale)
+            torch._foreach_div_(gradients, scaling.grad_scale)
         sign = -1.0 if group["maximize"] else 1.0  # the kernel negates everything, weight decay included
         prepared = []
-        for parameter, weight, gradient in zip(parameters, update.weights, update.gradients, strict=True):
-            decayed = gradient + weight * (group["weight_decay"] * sign)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            decayed = gradient + parameter * (group["weight_decay"] * sign)
             flag = self._unstepped.get(parameter)
             if group["momentum"] and group["dampening"]:
                 damped = decayed * (1 - group["dampening"])
@@ -313,9 +291,9 @@ class Adam(_SyncFree, torch.optim.Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        master: Master | None = None,
+        master: None = None,
     ) -> None:
-        self._check_options(differentiable, fused)
+        self._check_options(differentiable, fused, master)
         super().__init__(
             params,
             lr,
@@ -328,28 +306,26 @@ class Adam(_SyncFree, torch.optim.Adam):
             fused=True,
             decoupled_weight_decay=decoupled_weight_decay,
         )
-        self._set_master(master)
 
     def _step_group(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], scaling: _Scaling
     ) -> None:
-        amsgrad, master = group["amsgrad"], group.get("master")
+        amsgrad = group["amsgrad"]
         names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
         self._make_counts(parameters)
-        master_weights.make_states(self, master, parameters, *names)
+        self._make_states(parameters, *names)
         states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
         beta1, beta2 = group["betas"]
-        update = master_weights.MasterUpdate(master, parameters, gradients, states, *names)
         # torch's kernels take the count with this step included, and do not undo it when the step is skipped.
         torch._foreach_add_(steps, 1)
         kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         kernel(
-            update.weights,
-            update.gradients,
-            update.states["exp_avg"],
-            update.states["exp_avg_sq"],
-            update.states["max_exp_avg_sq"] if amsgrad else [],
+            parameters,
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["max_exp_avg_sq"] for state in states] if amsgrad else [],
             steps,
             amsgrad=amsgrad,
             lr=_number(group["lr"], parameters[0].device),
@@ -361,7 +337,6 @@ class Adam(_SyncFree, torch.optim.Adam):
             grad_scale=scaling.grad_scale,
             found_inf=scaling.found_inf,
         )
-        update.end(scaling.found_inf, unscaled=scaling.grad_scale is not None)
         if scaling.found_inf is not None:
             torch._foreach_sub_(steps, [scaling.found_inf] * len(steps))
 
@@ -392,7 +367,7 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        master: Master | None = None,
+        master: None = None,
     ) -> None:
         super().__init__(
             params,

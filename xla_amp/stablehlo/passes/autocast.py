@@ -12,7 +12,7 @@ import numpy as np
 from xla_amp.common import progress
 from xla_amp.common.types import LOW_DTYPES, Cast, LowDtype
 from xla_amp.errors import ModuleError, UnsupportedDtypeError
-from xla_amp.policy import DEFAULT, PolicyLike, effects, float8, resolve
+from xla_amp.policy import DEFAULT, PolicyLike, effects, resolve
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import io, ir
 from xla_amp.stablehlo.passes import composites
@@ -92,7 +92,7 @@ def autocast(
     Raises:
         ModuleError: the module cannot be read, or is not valid.
         PolicyError: the policy cannot be loaded, or bans an operation; a rule of `rules` or of an override names an
-            operation that StableHLO programs do not contain, or gives the cast ``fp8``.
+            operation that StableHLO programs do not contain.
         UnsupportedDtypeError: the policy does not offer `dtype`.
 
     Example:
@@ -150,7 +150,6 @@ def convert(
 
     `keep` gets the copy and what would run low, and returns for each node why it must stay float32, or empty.
     """
-    _check_casts(policy)
     progress.tell("converting")
     copied = ir.copy(program.module)
     before = ir.bytecode(copied)
@@ -198,14 +197,6 @@ _NO_LOCATIONS: Final = (
     "the program has no locations, which name modules. Give the lowered program itself, bytecode, an artifact, or "
     "the text of lowered.as_text(debug_info=True)"
 )
-
-
-def _check_casts(policy: Policy) -> None:
-    if any(rule.cast == "fp8" for layer in policy.layers for rule in layer.rules):
-        raise float8.refused(
-            "in StableHLO programs",
-            "use the policy 'gpu', or export the program from xla_amp.jax.autocast(f, policy='fp8')",
-        )
 
 
 def _effects(graph: CastGraph) -> effects.Effects:

@@ -6,10 +6,9 @@ import math
 from typing import Any, Final
 
 from xla_amp.common import compiling, costs, units
-from xla_amp.stablehlo import ir, surgery
+from xla_amp.stablehlo import ir
 
 _PRECISION: Final = ("algorithm", "precision_config")
-_FLOAT8: Final = ("f8E4M3FN", "f8E5M2")
 
 
 def short_name(operation: Any) -> str:
@@ -25,26 +24,9 @@ def written(operation: Any) -> str:
 
 
 def read_elements(operation: Any) -> tuple[str, str]:
-    """Element types of what a product reads: ``f8E4M3FN`` of an operand that is scaled and rounded, otherwise its own.
-
-    Args:
-        operation: a product; JAX and the lazy device write the rounding of an operand before it.
-    """
+    """Element types of the operands of a product."""
     left, right = list(operation.operands)[:2]
-    return _read_element(left), _read_element(right)
-
-
-def _read_element(operand: Any) -> str:
-    scaled = _producer(operand, "stablehlo.multiply")
-    rounded = None if scaled is None else _producer(scaled.operands[0], "stablehlo.convert")
-    read = operand if rounded is None or ir.element(rounded.operands[0]) not in _FLOAT8 else rounded.operands[0]
-    return ir.element(read)
-
-
-def _producer(value: Any, name: str) -> Any:
-    """The operation that makes a value if it has this name, otherwise None."""
-    operation = surgery.producer(value)
-    return operation if operation is not None and operation.name == name else None
+    return ir.element(left), ir.element(right)
 
 
 def shapes(operation: Any) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
