@@ -12,13 +12,13 @@ import jax
 import numpy as np
 
 from xla_amp.lowering import forms
-from xla_amp.lowering.attention import blocked, cudnn, flash, full_matrix, splash
+from xla_amp.lowering.attention import blocked, cudnn, full_matrix, splash
 from xla_amp.lowering.attention.attention_call import Attention, AttentionForm
 from xla_amp.lowering.linalg.contraction import Operand
 from xla_amp.lowering.operand import Permuted, as_dtype, materialize
 from xla_amp.lowering.registry import register
 
-FORMS: Final = (splash.FORM, flash.FORM, cudnn.FORM, blocked.FORM, full_matrix.FORM)
+FORMS: Final = (splash.FORM, cudnn.FORM, blocked.FORM, full_matrix.FORM)
 """In order of preference: the first without an objection computes the call."""
 
 

@@ -1,6 +1,6 @@
-"""Shared code for JAX's two Pallas attention kernels on TPU: supported calls, tile shapes, trace settings.
+"""JAX's Pallas attention kernel on TPU: supported calls, tile shapes, trace settings.
 
-Neither kernel writes the score matrix to memory.
+The kernel does not write the score matrix to memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_ROW_BYTES: Final = 1024
 
 
 def objection(call: Attention) -> str | None:
-    """Why no kernel computes this call: a bias, dropout, parts of tiles, too long rows."""
+    """Why the kernel does not compute this call: a bias, dropout, parts of tiles, too long rows."""
     if in_the_way := call.objection_to_kernels((np.float32, jnp.bfloat16)):
         return in_the_way
     if call.bias is not None:
