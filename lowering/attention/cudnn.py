@@ -1,8 +1,8 @@
 """Attention by cuDNN on NVIDIA GPUs, through the private module behind `jax.nn.dot_product_attention`.
 
-The public function, with ``implementation="cudnn"`` and ``return_residual=True``, rounds the logarithm of the sums to the
-dtype of the query, where torch's is float32 and later passes start from it; it also asks cuDNN for the gradient of each
-mask, and cannot be traced for a GPU that is absent.
+The public function, with ``implementation="cudnn"`` and ``return_residual=True``, rounds the logarithm of the sums to
+the dtype of the query, where torch's is float32 and later passes start from it.  It also asks cuDNN for the gradient of
+each mask, and cannot be traced for a GPU that is absent.
 
 cuDNN never writes the score matrix.  Its dropout takes a seed that is a constant of the program, the same in each step,
 so a call with dropout is computed by another form.
