@@ -1,8 +1,8 @@
 """Lowerings: what each ATen operation computes, as pure JAX functions in families.
 
-This folder imports JAX, but neither torch nor any other module of the package except `xla_amp.common.events`
-and `xla_amp.common.loss_scaling`.  The families are loaded when the table is first used: the
-JAX front uses the forms of contractions and attention alone.
+This folder imports JAX, but neither torch nor any other module of the package except `xla_amp.common.events`,
+`xla_amp.common.loss_scaling` and `xla_amp.hardware`.  The families are loaded when the table is first used: the JAX
+front uses the forms of contractions and attention alone.
 """
 
 from typing import TYPE_CHECKING
