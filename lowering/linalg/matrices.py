@@ -29,8 +29,8 @@ def exact(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Re
             if half is None:
                 return function(*args, **kwargs)
             wide: Any = [as_dtype(x, jnp.float32) if isinstance(x, jax.Array) and x.dtype == half else x for x in args]
-            results: Any = function(*wide, **kwargs)
-            rounded: Any = jax.tree.map(lambda x: as_dtype(x, half) if x.dtype == jnp.float32 else x, results)
+            results = function(*wide, **kwargs)
+            rounded: _Result = jax.tree.map(lambda x: as_dtype(x, half) if x.dtype == jnp.float32 else x, results)
             return rounded
 
     return wrapped

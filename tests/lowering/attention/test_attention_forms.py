@@ -497,7 +497,7 @@ def test_the_operation_takes_the_form_that_suits_in_both_passes(monkeypatch):
         np.testing.assert_allclose(x, want[name], rtol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("features", [64, 128])
+@pytest.mark.parametrize("features", [64, 256])
 def test_a_program_for_a_tpu_has_three_kernels_for_all_its_layers_and_no_score_matrix(features):
     def step(query: Any, key: Any, value: Any, grad: Any, layers: int) -> Any:
         for _ in range(layers):
