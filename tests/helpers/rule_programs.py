@@ -109,7 +109,7 @@ def _layer_norm(h: Any) -> Any:
 
 
 COMPOSITES = [
-    Program("softmax", lambda h: torch.softmax(h, -1), jax.nn.softmax, "softmax", 1),
+    Program("softmax", lambda h: torch.softmax(h, -1), jax.nn.softmax, "", 1),
     Program("log_softmax", lambda h: torch.log_softmax(h, -1), jax.nn.log_softmax, "log_softmax", 1),
     Program("layer_norm", lambda h: F.layer_norm(h, (4,)), _layer_norm, "layer_norm", 1),
     Program("silu", F.silu, jax.nn.silu, "silu", 1),

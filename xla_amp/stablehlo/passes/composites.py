@@ -2,8 +2,7 @@
 
 The parts are found by who wrote them: a function in their locations (``LayerNorm.__call__`` of Flax and Equinox, the
 lowering of an operation in a program from torch), by the private function that they are in (``@relu``, ``@silu``), or
-by a ``stablehlo.composite`` (``aten.softmax``), which becomes a call of its decomposition.  The softmax and log_softmax
-of JAX, whose locations name nothing, are found by their operations.
+by a ``stablehlo.composite`` (``aten.softmax``), which becomes a call of its decomposition.
 
 A rule decides the parts as torch's kernel does it: what enters is cast, the parts run in float32, the result is cast.
 For that, a conversion without effect is put at each edge; the pass colours it by the rule, and `remove` takes it away.
@@ -34,12 +33,6 @@ _LEADS: Final = "amp.leads"
 """Attribute of a part: indices of its operands that decide about the dtype of the group's results."""
 _BY_OPERANDS: Final = ("fp32_inside", "promote", "keep")
 """Casts whose result has the dtype of operands: of the main one (the largest), or the widest of all."""
-_MOVES: Final = frozenset(
-    {
-        "stablehlo.broadcast_in_dim", "stablehlo.convert", "stablehlo.dynamic_broadcast_in_dim",
-        "stablehlo.dynamic_reshape", "stablehlo.reshape",
-    }
-)  # fmt: skip
 
 
 class CompositeMark(NamedTuple):
@@ -137,7 +130,6 @@ def _groups(function: Any, ruled: frozenset[str], copies: Mapping[str, str]) -> 
         return
     for block in _blocks(function):
         yield from _by_location(block, ruled)
-        yield from _softmaxes(block, ruled)
 
 
 def _blocks(operation: Any) -> Iterator[Any]:
@@ -173,62 +165,6 @@ def _call(location: locations.Location, ruled: frozenset[str]) -> tuple[str, str
             caller = "" if frame.function.startswith("aten::") else frame.caller
             return operation, caller or location.text.partition("(callsite")[2] or location.text
     return None
-
-
-def _softmaxes(block: Any, ruled: frozenset[str]) -> Iterator[tuple[str, list[Any]]]:
-    """``exp(x - max(x)) / sum(exp(x - max(x)))``, and its logarithm, as JAX writes them."""
-    for operation in surgery.body(block):
-        if _call(locations.of(operation), ruled) is not None:
-            continue
-        parts: list[Any] = [operation]
-        if operation.name == "stablehlo.divide" and "softmax.int" in ruled:
-            total = _through(operation.operands[1], parts)
-            exponential = surgery.producer(operation.operands[0])
-            if exponential is None or exponential.name != "stablehlo.exponential":
-                continue
-            name, shifted = "softmax.int", exponential
-        elif operation.name == "stablehlo.subtract" and "log_softmax.int" in ruled:
-            logarithm = _through(operation.operands[1], parts)
-            if logarithm is None or logarithm.name != "stablehlo.log":
-                continue
-            total = _through(logarithm.operands[0], [*parts, logarithm])
-            parts.append(logarithm)
-            exponential = None if total is None else surgery.producer(total.operands[0])
-            if exponential is None or exponential.name != "stablehlo.exponential":
-                continue
-            name, shifted = "log_softmax.int", exponential
-        else:
-            continue
-        if total is None or total.name != "stablehlo.reduce" or surgery.producer(total.operands[0]) != exponential:
-            continue
-        parts += [total, shifted]
-        difference = surgery.producer(shifted.operands[0])
-        if difference is not None and difference.name == "stablehlo.subtract":
-            largest = _maximum(difference.operands[1], parts)
-            if largest is not None and largest.operands[0] == difference.operands[0]:
-                parts += [difference, largest]
-        body = surgery.body(block)  # operations can be compared, not hashed
-        if all(each in body for each in parts):
-            yield name, [body[number] for number in sorted({body.index(each) for each in parts})]
-
-
-def _through(value: Any, parts: list[Any]) -> Any:
-    """The operation behind operations that only move elements, which are added to `parts`."""
-    operation = surgery.producer(value)
-    while operation is not None and operation.name in _MOVES:
-        parts.append(operation)
-        operation = surgery.producer(operation.operands[0])
-    return operation
-
-
-def _maximum(value: Any, parts: list[Any]) -> Any:
-    """The reduction behind a broadcast maximum, and a maximum with a constant that JAX puts between them."""
-    operation = _through(value, parts)
-    if operation is not None and operation.name == "stablehlo.maximum":
-        parts.append(operation)
-        owners = [_through(operand, parts) for operand in operation.operands]
-        operation = next((each for each in owners if each is not None and each.name == "stablehlo.reduce"), None)
-    return operation if operation is not None and operation.name == "stablehlo.reduce" else None
 
 
 def _mark(text: str, parts: Sequence[Any], cast: Cast, *, statistics: bool) -> None:
