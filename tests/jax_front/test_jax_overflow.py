@@ -7,8 +7,8 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pages
 import pytest
-import report_pages
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -115,13 +115,8 @@ def test_operands_scopes_and_json(tmp_path):
     assert report.operations == 8
     assert json.loads(report.to_json())["producers"][0]["place"]["iteration"] == "iteration 1 of scan"
     report.to_html(tmp_path / "page.html")
-    row = report_pages.read((tmp_path / "page.html").read_text()).rows("Operands of these operations")[0]
-    assert (row["operation"], row["iteration"], row["made"], row["largest"]) == (
-        "exp",
-        "iteration 1 of scan",
-        "inf",
-        100,
-    )
+    words = pages.read((tmp_path / "page.html").read_text()).words
+    assert {"operand 0", "float32 scalar, magnitudes 100 to 100"} <= set(words)
     text = str(report)
     assert "exp made inf, iteration 1 of scan" in text
     assert "result: float32, which holds magnitudes up to 3.4e+38" in text
@@ -185,7 +180,7 @@ def test_what_is_given_is_told():
 def test_what_was_not_used_is_told():
     report = find_overflow(lambda x: jnp.where(x > 0, jnp.log(x), 0.0), jnp.zeros(2))
     assert report.first.place.operation == "log"
-    assert "the results of the function are finite" in str(report)
+    assert "the results are finite" in str(report)
 
 
 def test_what_was_not_watched_is_told():

@@ -1,7 +1,9 @@
-"""XLA's options for a program that runs a few times only, as a plan does."""
+"""Programs that run a few times only, as a plan does: XLA's options for them, and the block that makes them."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Final
 
@@ -31,3 +33,23 @@ def quick_options(platform: str, flops: float) -> dict[str, bool | int]:
         return {}
     others = tuple(map(int, version("jaxlib").split(".")[:2])) < _ONLY_EMITTERS
     return {**_QUICK, **({_EMITTERS: False} if others else {})}
+
+
+_few_runs = 0
+"""Open blocks of `for_few_runs`, of any thread."""
+
+
+@contextlib.contextmanager
+def for_few_runs() -> Iterator[None]:
+    """Inside, a tool runs programs of the lazy device: they compile quickly and are no recompilations of the user's."""
+    global _few_runs
+    _few_runs += 1
+    try:
+        yield
+    finally:
+        _few_runs -= 1
+
+
+def runs_few_times() -> bool:
+    """Whether a block of `for_few_runs` is open."""
+    return _few_runs > 0

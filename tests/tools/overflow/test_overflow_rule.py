@@ -56,7 +56,7 @@ def test_what_is_given_or_written(function, arguments, passed_on):
     assert report.first is None
     assert (report.passed_on.made if report.passed_on else "") == passed_on
     assert bool(report.results) == bool(passed_on)
-    assert report.document().title == ("A program with an inf or NaN" if passed_on else "A finite program")
+    assert report.page().title == ("An inf or NaN" if passed_on else "All is finite")
 
 
 @pytest.mark.parametrize(("function", "made"), MADE.values(), ids=MADE)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from xla_amp.common import config
+from xla_amp.common import compiling, config
 from xla_amp.lazy.programs import pjrt
 
 
@@ -54,6 +54,9 @@ def for_platform(platform: str) -> dict[str, str]:
         PolicyError: ``XLA_AMP_COMPILER_OPTIONS`` cannot be read.
     """
     named = config.xla_flags()
-    ours = {name: option.value for name, option in OPTIONS.get(platform, {}).items() if name not in named}
+    ours = {name: option.value for name, option in OPTIONS.get(platform, {}).items()}
+    if compiling.runs_few_times():
+        ours |= {name: str(value) for name, value in compiling.quick_options(platform, 0).items()}
+    ours = {name: value for name, value in ours.items() if name not in named}
     theirs = config.compiler_options() if platform == pjrt.platform() else {}
     return {name: value for name, value in (ours | theirs).items() if value}

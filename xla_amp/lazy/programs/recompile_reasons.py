@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from xla_amp.common import config, events
+from xla_amp.common import compiling, config, events
 from xla_amp.errors import RecompileWarning
 from xla_amp.lazy.graph.tape import Node, Tape, nodes
 from xla_amp.lazy.graph.trace import Instruction
@@ -72,13 +72,13 @@ def reset() -> None:
 def compiled(program: XlaProgram) -> None:
     """Counts a compilation at the user's line; warns about a line that compiles again and again.
 
-    A program that was read from the disk is none.
+    A program that was read from the disk, or that a tool runs (`compiling.for_few_runs`), is none.
 
     Raises:
         RecompileWarning: if a filter makes it an error.
         PolicyError: ``XLA_AMP_DEBUG`` has an unknown word.
     """
-    if program.loaded:
+    if program.loaded or compiling.runs_few_times():
         return
     location = events.user_location()
     line = _lines.setdefault(location, _Line())

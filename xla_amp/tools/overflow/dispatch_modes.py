@@ -1,18 +1,17 @@
 """Dispatch modes that `find_overflow` runs a step under: they see every ATen operation, forward and backward.
 
 `NonfiniteResults` finds the operations with an inf or NaN in their results, `OperandStatistics` examines their
-operands, `SkipHalfCasts` runs the step in float32.  `GradientRecorder` records gradients with hooks.
+operands.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from xla_amp.backends.places import LocatingMode, Place
 from xla_amp.backends.step_state import written_tensors
@@ -24,17 +23,12 @@ UNINITIALIZED: Final = frozenset(
 )
 """Operations whose results are uninitialized memory."""
 
-_CHUNK = 512
-"""Magnitudes read at a time; on the lazy device this bounds the size of one program."""
-
 
 class NonfiniteResults(LocatingMode):
     """Finds operations with an inf or NaN in their results, without waiting for the device."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.nonfinite: dict[int, tuple[Place, float]] = {}
-        """Number of the operation -> its place, and inf or NaN."""
         self._pending: list[tuple[int, Place, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,23 +36,27 @@ class NonfiniteResults(LocatingMode):
         number, place = self.count, self.locate(func)
         self.count += 1
         result = func(*args, **kwargs)
-        if not _computes(func):
-            return result
-        for tensor in (*tree_leaves(result), *written_tensors(func, args, kwargs)):
-            if _is_floating(tensor):
-                self._pending.append((number, place, _magnitude(tensor)))
-        if len(self._pending) >= _CHUNK:
-            self.read()
+        if _computes(func):
+            tensors = (*tree_leaves(result), *written_tensors(func, args, kwargs))
+            self._pending += [(number, place, magnitude(tensor)) for tensor in tensors if is_floating(tensor)]
         return result
 
-    def read(self) -> None:
-        """Updates `nonfinite` from the pending device values."""
-        pending, self._pending = self._pending, []
-        for (number, place, _), value in zip(pending, _to_host([m for _, _, m in pending]), strict=True):
+    def read(self, more: Sequence[torch.Tensor]) -> tuple[list[tuple[int, tuple[Place, float]]], list[float]]:
+        """Waits for the device, once.
+
+        Args:
+            more: further magnitudes to read.
+
+        Returns:
+            (number of the operation, (its place, inf or NaN)) in their order; and the values of `more`.
+        """
+        values = _to_host([*(each for _, _, each in self._pending), *more])
+        found: dict[int, tuple[Place, float]] = {}
+        for (number, place, _), value in zip(self._pending, values, strict=False):
             if value - value != 0:
-                before = self.nonfinite.get(number, (place, 0.0))[1]
-                self.nonfinite[number] = place, (before if before != before else value)
-        self.nonfinite = dict(sorted(self.nonfinite.items()))
+                before = found.get(number, (place, 0.0))[1]
+                found[number] = place, (before if before != before else value)
+        return sorted(found.items()), values[len(self._pending) :]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +97,7 @@ class OperandStatistics(LocatingMode):
         tensors = [(name, _meta(tensor), _statistics(tensor)) for name, tensor in _named_operands(func, args, kwargs)]
         result = func(*args, **kwargs)
         results = (*tree_leaves(result), *written_tensors(func, args, kwargs))
-        dtype = next((str(tensor.dtype) for tensor in results if _is_floating(tensor)), "")
+        dtype = next((str(tensor.dtype) for tensor in results if is_floating(tensor)), "")
         self._suspects.append(
             _Suspect(
                 number=number,
@@ -127,57 +125,6 @@ class OperandStatistics(LocatingMode):
         return found, passed_on
 
 
-class SkipHalfCasts(TorchDispatchMode):
-    """Skips casts to float16 and bfloat16, so that a step under autocast runs in float32."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (torch.float16, torch.bfloat16):
-            source = args[0].dtype
-            if source in (torch.float32, torch.float64):
-                kwargs = {**kwargs, "dtype": source}
-        return func(*args, **kwargs)
-
-
-class GradientRecorder:
-    """Statistics of parameters' gradients in one run, recorded after each accumulation."""
-
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self._parameters = parameters
-        self.zero: dict[str, torch.Tensor] = {}
-        self.nonzero: dict[str, torch.Tensor] = {}
-        """bool: the gradient is finite and not zero."""
-        self.nonfinite: dict[str, torch.Tensor] = {}
-        """int64 (): number of values that are not finite."""
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Records while the block runs."""
-        handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(name))
-            for name, parameter in self._parameters.items()
-            if parameter.requires_grad
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        def record(parameter: torch.Tensor) -> None:
-            gradient = parameter.grad
-            if gradient is None or gradient.is_sparse:
-                return
-            with _disable_current_modes(), torch.no_grad():
-                finite = torch.isfinite(gradient)
-                self.zero[name] = gradient == 0
-                self.nonzero[name] = finite & (gradient != 0)
-                self.nonfinite[name] = (~finite).sum()
-
-        return record
-
-
 def _computes(func: Any) -> bool:
     """Whether the results are computed values, neither views nor uninitialized memory."""
     if func._schema.name.removeprefix("aten::") in UNINITIALIZED:
@@ -185,7 +132,8 @@ def _computes(func: Any) -> bool:
     return not any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
-def _is_floating(value: Any) -> bool:
+def is_floating(value: Any) -> bool:
+    """Whether a value is a dense tensor of floating-point or complex numbers with elements."""
     return (
         isinstance(value, torch.Tensor)
         and (value.is_floating_point() or value.is_complex())
@@ -194,27 +142,27 @@ def _is_floating(value: Any) -> bool:
     )
 
 
-def nonfinite(values: Any) -> list[bool]:
-    """Whether each floating-point tensor or number of a pytree has an inf or NaN."""
-    leaves = [torch.as_tensor(leaf) if isinstance(leaf, float) else leaf for leaf in tree_leaves(values)]
-    return [value - value != 0 for value in _to_host([_magnitude(leaf) for leaf in leaves if _is_floating(leaf)])]
-
-
 @torch.no_grad()
-def _magnitude(tensor: torch.Tensor) -> torch.Tensor:
-    """float64 (): the largest magnitude; NaN if there is one."""
-    # By dimension: torch_xla's amax() without one reduces nothing.
-    return tensor.detach().abs().reshape(-1).amax(0).to(torch.float64)
+def magnitude(tensor: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude, in the tensor's dtype; NaN if there is one."""
+    # By dimension: torch_xla's maximum without one reduces nothing.
+    found: torch.Tensor = torch.linalg.vector_norm(tensor, math.inf, list(range(tensor.dim())))
+    return found
 
 
 def _to_host(values: Sequence[torch.Tensor]) -> list[Any]:
-    """Values of tensors of one shape, with one transfer per device."""
+    """Values of tensors of one shape, with one transfer for each device and one program."""
     found: list[Any] = [None] * len(values)
-    by_device: dict[torch.device, list[int]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(values):
-        by_device.setdefault(value.device, []).append(index)
-    for indices in by_device.values():
-        for index, value in zip(indices, torch.stack([values[i] for i in indices]).tolist(), strict=True):
+        kinds.setdefault((value.device, value.dtype), []).append(index)
+    stacked = {key: torch.stack([values[i] for i in indices]).double() for key, indices in kinds.items()}
+    devices: dict[torch.device, list[tuple[torch.device, torch.dtype]]] = {}
+    for key in kinds:
+        devices.setdefault(key[0], []).append(key)
+    for keys in devices.values():
+        numbers = torch.cat([stacked[key] for key in keys]).tolist()
+        for index, value in zip([i for key in keys for i in kinds[key]], numbers, strict=True):
             found[index] = value
     return found
 
@@ -223,7 +171,7 @@ def _named_operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for index, tensor in enumerate(tree_leaves(value)):
-            if _is_floating(tensor):
+            if is_floating(tensor):
                 yield f"{argument.name}[{index}]" if isinstance(value, list | tuple) else argument.name, tensor
 
 

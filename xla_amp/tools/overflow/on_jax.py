@@ -23,15 +23,14 @@ from xla_amp.jax import compat, rebind
 from xla_amp.jax.modules import nnx_state, scopes
 from xla_amp.jax.primitives import info
 from xla_amp.tools.monitor import on_jax as kept_step
-from xla_amp.tools.overflow.finder import Finder
-from xla_amp.tools.overflow.report import ProgramOverflowReport
+from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer, ProducerOperand, produced
 
 _PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
 
 
 def find_overflow(
     function: Callable[..., Any], /, *args: Any, kept: str | os.PathLike[str] | None = None, **kwargs: Any
-) -> ProgramOverflowReport:
+) -> OverflowReport:
     """Finds the operation of a JAX function, or of a whole training step, that produces the first inf or NaN.
 
     Runs the function once, one operation after the other, and looks at each result: in ``jit``, ``scan`` and ``while``
@@ -52,7 +51,7 @@ def find_overflow(
         **kwargs: for `function`.
 
     Returns:
-        The report; `ProgramOverflowReport.not_watched` names what was not looked into, such as the inside of a kernel.
+        The report; `OverflowReport.not_watched` names what was not looked into, such as the inside of a kernel.
 
     Raises:
         StepError: the function runs no JAX operation that can be watched: it is a program that was compiled ahead of
@@ -96,7 +95,7 @@ def find_overflow(
             "xla_amp.find_overflow(step, ...)"
         )
     bad = _nonfinite_paths(result, "result")
-    return watch.report(arguments, bad, watch.strangers())
+    return watch.report(arguments, bad)
 
 
 class _WatchTrace(compat.Trace):
@@ -153,16 +152,67 @@ class _WatchTrace(compat.Trace):
         return outs
 
 
-class _Watch(Finder):
-    """Evaluates operations in the current trace."""
+class _Watch:
+    """Evaluates operations in the current trace, looks at the operands and results of each, and keeps what it finds."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.operations = 0
+        self._producers: list[Producer] = []
+        self._passed_on: Producer | None = None
+        self._loops: list[str] = []
+        self._inside: dict[str, None] = {}
+        """What is not watched."""
         self._known: dict[int, Any] = {}
         """By ``id``, weakly: arrays that are arguments or were made under watch."""
         self._strangers = 0
         self._eqns: list[Any] = []
         """Equations around the current operation, and its own."""
+
+    @contextlib.contextmanager
+    def iteration(self, number: int, loop: str) -> Iterator[None]:
+        """Inside, operations are in an iteration of a loop."""
+        self._loops.append(f"iteration {number} of {loop}")
+        try:
+            yield
+        finally:
+            self._loops.pop()
+
+    def look(self, primitive: Any, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        """Looks at one operation that has run."""
+        self.operations += 1
+        made, bad = next(((kind, each) for each in results if (kind := _made(self._parts(each)))), ("", ()))
+        if not made or len(self._producers) >= MOST:
+            return
+        read = [(f"operand {index}", value, self._parts(value)) for index, value in enumerate(operands)]
+        inputs = tuple(_operand(name, np.shape(value), parts) for name, value, parts in read if parts)
+        finds = produced(made, inputs, written=made if primitive.name in _FILLS else "")
+        if not finds and self._passed_on is not None:
+            return
+        first, *others = self._parts(bad)
+        whole = not others and first.shape == np.shape(bad)
+        producer = Producer(
+            place=self._place(primitive),
+            made=made,
+            inputs=inputs,
+            result=str(first.dtype),
+            step=self.operations - 1,
+            element=tuple(map(int, np.argwhere(~np.isfinite(first))[0])) if whole else None,
+        )
+        if finds:
+            self._producers.append(producer)
+        else:
+            self._passed_on = producer
+
+    def report(self, arguments: tuple[str, ...], results: tuple[str, ...]) -> OverflowReport:
+        """What was found; `arguments` and `results` are the names of those that are not finite."""
+        return OverflowReport(
+            producers=tuple(self._producers),
+            passed_on=self._passed_on if results and not self._producers else None,
+            arguments=arguments,
+            results=results,
+            operations=self.operations,
+            not_watched=(*self._inside, *self._strange()),
+        )
 
     def know(self, value: Any) -> None:
         """Notes an array that the function was given or that was computed under watch."""
@@ -179,7 +229,7 @@ class _Watch(Finder):
                 self._strangers += 1
                 self.know(value)
 
-    def strangers(self) -> tuple[str, ...]:
+    def _strange(self) -> tuple[str, ...]:
         """What the report says of them."""
         if not self._strangers:
             return ()
@@ -201,7 +251,7 @@ class _Watch(Finder):
         elif row.opaque or (row.kind is None and compat.sub_jaxprs(params)):
             self._only_results(primitive, "")
         outs = compat.bind(primitive, operands, params)
-        self.look(primitive, operands, outs, own=primitive.name in _FILLS)
+        self.look(primitive, operands, outs)
         return outs
 
     @contextlib.contextmanager
@@ -237,25 +287,50 @@ class _Watch(Finder):
 
     def _only_results(self, primitive: Any, why: str) -> None:
         location = self._location()
-        self.inside[f"the inside of {primitive.name}{f' ({location})' if location else ''}{why}"] = None
+        self._inside[f"the inside of {primitive.name}{f' ({location})' if location else ''}{why}"] = None
 
-    def parts(self, value: Any) -> list[np.ndarray[Any, Any]]:
+    def _parts(self, value: Any) -> list[np.ndarray[Any, Any]]:
         found, whole = _parts(value)
         if not whole:
-            self.inside["the shards of arrays on devices of other processes"] = None
+            self._inside["the shards of arrays on devices of other processes"] = None
         return found
 
-    def place(self, operation: Any) -> Place:
+    def _place(self, primitive: Any) -> Place:
         return Place(
-            operation=operation.name,
+            operation=primitive.name,
             phase=compat.phase(),
             module=".".join(name for name in compat.scopes(None) if name != compat.REMATTED),
             location=self._location(),
+            iteration=", ".join(self._loops),
         )
 
 
 _FILLS: Final = frozenset({"gather"})
 """Primitives that fill with a number of the program what is out of bounds; they compute nothing."""
+
+
+def _made(parts: Sequence[np.ndarray[Any, Any]]) -> str:
+    """``nan`` or ``inf`` if a value has one; otherwise empty."""
+    if all(bool(np.isfinite(part).all()) for part in parts):
+        return ""
+    return "nan" if any(bool(np.isnan(part).any()) for part in parts) else "inf"
+
+
+def _operand(name: str, shape: tuple[int, ...], parts: Sequence[np.ndarray[Any, Any]]) -> ProducerOperand:
+    dtype = parts[0].dtype
+    wide = np.complex128 if dtype.kind == "c" else np.float64
+    size = np.concatenate([np.abs(part.astype(wide)).reshape(-1) for part in parts])
+    finite = size[np.isfinite(size)]
+    nonzero = finite[finite > 0]
+    return ProducerOperand(
+        name=name,
+        dtype=str(dtype),
+        shape=shape,
+        smallest=float(nonzero.min()) if nonzero.size else 0.0,
+        largest=float(finite.max()) if finite.size else 0.0,
+        infinities=int(np.isinf(size).sum()),
+        nans=int(np.isnan(size).sum()),
+    )
 
 
 def _parts(value: Any) -> tuple[list[np.ndarray[Any, Any]], bool]:

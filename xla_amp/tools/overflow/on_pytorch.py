@@ -1,97 +1,30 @@
-"""`find_overflow`: find the operation of a training step that produces the first inf or NaN, and gradient underflow."""
+"""`find_overflow`: find the operation of a training step that produces the first inf or NaN."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_amp.backends import module_paths
-from xla_amp.backends.places import Place
 from xla_amp.backends.step_state import reachable, restored
-from xla_amp.common import arguments
+from xla_amp.backends.trees import tree_leaves
+from xla_amp.common import arguments, compiling, progress
 from xla_amp.errors import StepError
-from xla_amp.report.document import Column, Document, Finding, Row, State, Table
 from xla_amp.tools.monitor import kept as kept_step
-from xla_amp.tools.overflow.dispatch_modes import (
-    GradientRecorder,
-    NonfiniteResults,
-    OperandStatistics,
-    SkipHalfCasts,
-    nonfinite,
-)
-from xla_amp.tools.overflow.report import FoundProducers, Producer, ProducerOperand, findings, reached, table
+from xla_amp.tools.overflow.dispatch_modes import NonfiniteResults, OperandStatistics, is_floating, magnitude
+from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer
 
-__all__ = ["OverflowReport", "Place", "Producer", "ProducerOperand", "StepError", "Underflow", "find_overflow"]
+__all__ = ["OverflowReport", "StepError", "find_overflow"]
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Underflow:
-    """A parameter with gradient values that are zero at the current loss scale and nonzero in float32."""
-
-    parameter: str
-    lost: int
-    """Number of such values."""
-    of: int
-    """Number of values that are nonzero in float32."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class OverflowReport(FoundProducers):
-    """The result of `find_overflow`; ``print(report)`` for people, `to_json` for programs."""
-
-    producers: tuple[Producer, ...]
-    """Operations that produced an inf or NaN from operands without it, in order; at most five."""
-    passed_on: Producer | None
-    """If there is none, and a gradient or what the step returns is not finite: the first operation that passed on an
-    inf or NaN which the step was given or wrote as a constant."""
-    nonfinite_gradients: tuple[str, ...]
-    """Parameters with nonfinite gradients."""
-    underflow: tuple[Underflow, ...]
-    """Parameters with underflowing gradients, largest share first."""
-    underflow_note: str
-    """Why underflow is unknown, or empty."""
-    scale: float | None
-    """The loss scale; None without a scaler."""
-    operations: int
-    """Number of operations that the step ran."""
-    protected: tuple[str, ...]
-    """Classes of the objects that were restored besides tensors."""
-
-    def document(self) -> Document:
-        """The report for people: `xla_amp.report` writes it as a page or as text."""
-        found = findings(self.producers, self.passed_on, "no torch operation made one")
-        if self.nonfinite_gradients:
-            answer = f"{len(self.nonfinite_gradients)}: {_some(self)}"
-            found.append(Finding("Which gradients were not finite?", answer, "risk"))
-        lost = f"zero at this scale and nonzero in float32: values of {len(self.underflow)} of the parameters"
-        answer = self.underflow_note or (lost if self.underflow else "no gradient underflows to zero at this scale")
-        state: State = "could" if self.underflow or self.underflow_note else "low"
-        found.append(Finding("Which gradients underflow?", answer, state))
-        columns = (
-            Column("parameter", "name"),
-            Column("lost", "count", meaning="Values that are zero, and nonzero in float32"),
-            Column("of", "count", meaning="Values that are nonzero in float32"),
-            Column("share", "share"),
-        )
-        rows = tuple(Row((u.parameter, u.lost, u.of, u.lost / u.of)) for u in self.underflow)
-        return Document(
-            title="A step with an inf or NaN" if self.producers or self.passed_on else "A finite step",
-            kind="find_overflow",
-            facts=(
-                ("operations", f"{self.operations:,}"),
-                ("loss scale", "no scaler" if self.scale is None else f"{self.scale:g}"),
-            ),
-            findings=tuple(found),
-            tables=(
-                table(self.producers, self.passed_on),
-                Table(title="Gradients that underflow", columns=columns, rows=rows, ranked=True),
-            ),
-        )
+_SUSPECTS: Final = (16, 256)
+"""Operations that the second run examines, and the third.  Most operations after the first inf only propagate it, so
+the second run suffices unless a model has many infinities on purpose."""
 
 
 def find_overflow(
@@ -101,10 +34,10 @@ def find_overflow(
     kept: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> OverflowReport:
-    """Finds the operation that produces the first inf or NaN of a training step.  Leaves all state restoring.
+    """Finds the operation that produces the first inf or NaN of a training step.  Leaves all state as it was.
 
-    Runs the step about three times.  The first run finds operations with nonfinite results, forward, backward and
-    update; the second examines their operands; the third, in float32, finds gradients that underflow to zero.  Each
+    Runs the step once if all is finite, otherwise two or three times; each run is one program of the lazy device.  The
+    first finds operations with nonfinite results, forward, backward and update; the next examine their operands.  Each
     run is undone: tensors that operations wrote to, `.grad`, random generators, and the attributes of modules,
     optimizers, schedulers and scalers that `step` reaches through its arguments, its closure, the globals that it
     names, or the object whose method it is.
@@ -126,6 +59,7 @@ def find_overflow(
         StepError: the second run differs from the first, the step runs no torch operation, or it does not reach a
             model, optimizer and scaler that the kept state fits.
         FileError: `kept` is no kept step.
+        TypeError: `step` is not callable.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([300.0]))
@@ -142,50 +76,47 @@ def find_overflow(
         with restored(found):
             batch = kept_step.restore(kept, found)
             return find_overflow(step, *(args or batch), objects=objects, **kwargs)
-    parameters = _parameters(found)
-    low, wide = GradientRecorder(parameters), GradientRecorder(parameters)
-    results = NonfiniteResults()
+    with progress.shown("find_overflow", lines=True), compiling.for_few_runs(), _module_paths():
+        return _find(functools.partial(step, *args, **kwargs), found)
+
+
+def _find(run: Callable[[], Any], found: list[Any]) -> OverflowReport:
     scale = _scale(found)
-    modules = module_paths.acquire()
-    try:
-        with restored(found), low.recording(), results:
-            returned = step(*args, **kwargs)
-        results.read()
-        given_back = nonfinite(returned)
-        if not results.count:
-            raise StepError(_NO_OPERATIONS)
-        producers: list[Producer] = []
-        passed_on: list[Producer] = []
-        suspects = list(results.nonfinite.items())
-        while suspects and not producers:
-            inputs = OperandStatistics(dict(suspects[:_SUSPECTS_PER_RUN]))
-            with restored(found), GradientRecorder(parameters).recording(), inputs:
-                step(*args, **kwargs)
-            if inputs.diverged is not None or inputs.count != results.count:
-                raise StepError(_DIVERGED.format(results.count, inputs.count))
-            (producers, given), suspects = inputs.producers(), suspects[_SUSPECTS_PER_RUN:]
-            passed_on += given
-        note = ""
-        try:
-            with restored(found), wide.recording(), SkipHalfCasts():  # type: ignore[no-untyped-call]
-                step(*args, **kwargs)
-        except Exception as error:  # a model can raise anything in another dtype
-            note = f"underflow is unknown: the step in float32 failed with {type(error).__name__}: {error}"
-    finally:
-        module_paths.release(modules)
-    bad = tuple(name for name, count in low.nonfinite.items() if int(count))
-    seen = bool(given_back or low.nonfinite)  # otherwise any operation may have made what the step is for
-    first = passed_on[0] if passed_on else None
-    if not parameters:
-        note = "underflow is unknown: the step reaches no module and no optimizer; pass them as objects="
+    progress.tell("looking at the results of every operation", 1, 3)
+    watch = NonfiniteResults()
+    with restored(found), _gradients(_parameters(found)) as gradients, watch:
+        returned = run()
+        with _disable_current_modes():
+            given_back = [magnitude(leaf) for leaf in map(_as_tensor, tree_leaves(returned)) if is_floating(leaf)]
+    if not watch.count:
+        raise StepError(_NO_OPERATIONS)
+    suspects, others = watch.read([*gradients.values(), *given_back])
+    is_bad = [value - value != 0 for value in others]
+    producers: list[Producer] = []
+    passed_on: list[Producer] = []
+    for number, most in enumerate(_SUSPECTS, 2):
+        if producers or not suspects:
+            break
+        progress.tell("looking at the operands of those with an inf or NaN", number, 3)
+        chosen, suspects = suspects[:most], suspects[most:]
+        inputs = OperandStatistics(dict(chosen))
+        with restored(found), inputs:
+            run()
+        if inputs.diverged is not None or inputs.count != watch.count:
+            raise StepError(_DIVERGED.format(watch.count, inputs.count))
+        producers, given = inputs.producers()
+        passed_on += given
+    reaches = any(is_bad) or not is_bad  # without gradient and result, any operation may be what the step is for
+    names = [*gradients, *(f"result {number}" for number in range(len(given_back)))]
+    bad = [name for name, each in zip(names, is_bad, strict=True) if each]
     return OverflowReport(
-        producers=tuple(producers[:5]),
-        passed_on=reached(producers, first, finite=seen and not bad and not any(given_back)),
-        nonfinite_gradients=bad,
-        underflow=() if note else _underflow(low, wide),
-        underflow_note=note,
+        producers=tuple(producers[:MOST]),
+        passed_on=passed_on[0] if passed_on and reaches and not producers else None,
+        nonfinite_gradients=tuple(name for name in bad if name in gradients),
+        results=tuple(name for name in bad if name not in gradients),
+        not_watched=() if is_bad else ("what the step is for: it returns no number and reaches no parameter",),
         scale=scale,
-        operations=results.count,
+        operations=watch.count,
         protected=tuple(type(value).__name__ for value in found),
     )
 
@@ -197,9 +128,6 @@ def uncompiled(step: Callable[..., Any]) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "replays_without_operations", False) else step  # type: ignore[attr-defined]
 
 
-_SUSPECTS_PER_RUN = 16
-"""Operations examined in one run.  Most operations after the first inf only propagate it, so one run suffices unless a
-model has many intended infinities."""
 _NO_OPERATIONS = (
     "find_overflow: the step ran no torch operation, so nothing was watched. For a JAX function: "
     "xla_amp.jax.find_overflow(function, *args)"
@@ -208,6 +136,38 @@ _DIVERGED = (
     "find_overflow: two runs of the step differ ({} operations, then {}). Pass the batch as an argument instead of "
     "drawing it from an iterator, and pass objects that the step changes as objects="
 )
+
+
+@contextlib.contextmanager
+def _module_paths() -> Iterator[None]:
+    token = module_paths.acquire()
+    try:
+        yield
+    finally:
+        module_paths.release(token)
+
+
+@contextlib.contextmanager
+def _gradients(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[dict[str, torch.Tensor]]:
+    """Collects the largest magnitude of each parameter's gradient, after its last accumulation."""
+    found: dict[str, torch.Tensor] = {}
+
+    def hook(name: str) -> Callable[[torch.Tensor], None]:
+        def record(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is not None and is_floating(gradient):
+                with _disable_current_modes():
+                    found[name] = magnitude(gradient)
+
+        return record
+
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    handles = [parameter.register_post_accumulate_grad_hook(hook(name)) for name, parameter in trained.items()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _parameters(found: Iterable[Any]) -> dict[str, torch.nn.Parameter]:
@@ -236,17 +196,5 @@ def _scale(found: Iterable[Any]) -> float | None:
     return float(scalers[0].get_scale()) if scalers else None
 
 
-def _underflow(low: GradientRecorder, wide: GradientRecorder) -> tuple[Underflow, ...]:
-    counts = []
-    for name, zero in low.zero.items():
-        nonzero = wide.nonzero.get(name)
-        if nonzero is not None:
-            lost, total = torch.stack([(zero & nonzero).sum(), nonzero.sum()]).tolist()
-            if lost:
-                counts.append(Underflow(parameter=name, lost=lost, of=total))
-    return tuple(sorted(counts, key=lambda entry: -entry.lost / entry.of))
-
-
-def _some(report: OverflowReport) -> str:
-    names = report.nonfinite_gradients
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+def _as_tensor(leaf: Any) -> Any:
+    return torch.tensor(leaf, dtype=torch.float64) if isinstance(leaf, float) else leaf
