@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from xla_amp.pytorch.data.buckets import pad_batch as pad_batch
     from xla_amp.pytorch.data.buckets import pad_to_bucket as pad_to_bucket
     from xla_amp.pytorch.data.loader import DeviceLoader as DeviceLoader
-    from xla_amp.pytorch.distributed.xla_model import xla_device as xla_device
+    from xla_amp.pytorch.device import xla_device as xla_device
     from xla_amp.pytorch.optim.grad_scaler import GradScaler as GradScaler
     from xla_amp.tools.explain.on_pytorch import explain as explain
     from xla_amp.tools.monitor.on_pytorch import monitor as monitor
@@ -81,7 +81,7 @@ _PUBLIC = {
     "search": "xla_amp.tools.search.on_pytorch",
     "shard": "xla_amp.lazy.distributed.layouts",
     "sync": "xla_amp.backends.base",
-    "xla_device": "xla_amp.pytorch.distributed.xla_model",
+    "xla_device": "xla_amp.pytorch.device",
 }
 """Public name -> module that defines it."""
 

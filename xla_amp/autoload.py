@@ -31,9 +31,9 @@ def register() -> None:
 
 
 def _start() -> None:
-    from xla_amp.pytorch.distributed import xla_model
+    from xla_amp.pytorch import device
 
-    xla_model.xla_device()
+    device.xla_device()
 
 
 def _process_group(*arguments: Any) -> Any:

@@ -4,6 +4,6 @@ For programs that take the name of a module to import: timm's ``--device-modules
 transformers' ``TRANSFORMERS_TEST_BACKEND=xla_amp.device TRANSFORMERS_TEST_DEVICE=jax``.
 """
 
-from xla_amp.pytorch.distributed import xla_model
+from xla_amp.pytorch.device import xla_device
 
-xla_model.xla_device()
+xla_device()

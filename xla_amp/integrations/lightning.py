@@ -60,9 +60,9 @@ from xla_amp.common import renamed
 from xla_amp.errors import DeviceError, PolicyError
 from xla_amp.policy import Policy
 from xla_amp.pytorch.autocast.autocast import autocast
+from xla_amp.pytorch.device import xla_device
 from xla_amp.pytorch.distributed import gradients, xm_collectives
 from xla_amp.pytorch.distributed import xla_model as xm
-from xla_amp.pytorch.distributed.xla_model import xla_device
 from xla_amp.pytorch.optim.grad_scaler import GradScaler
 from xla_amp.tools.monitor.on_pytorch import Monitor, RunningStep, monitor
 

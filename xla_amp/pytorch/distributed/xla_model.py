@@ -19,53 +19,19 @@ from xla_amp.backends import base, devices
 from xla_amp.backends.trees import tree_map
 from xla_amp.common import arguments
 from xla_amp.errors import DeviceError
-from xla_amp.pytorch import backward
-from xla_amp.pytorch.autocast import xla_dispatch
+from xla_amp.pytorch.device import kind
+from xla_amp.pytorch.device import xla_device as xla_device
+from xla_amp.pytorch.device import xla_device_hw as xla_device_hw
 from xla_amp.pytorch.distributed import gradients
 from xla_amp.pytorch.distributed.xm_collectives import Groups
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
 
 
-def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
-    """The XLA device, started on first use, with autocast ready on it.
-
-    Args:
-        n: index of the device; only 0 exists.
-        devkind: ``"CPU"``, ``"CUDA"`` (or ``"GPU"``) or ``"TPU"``; raises if the device is of another kind.
-
-    Raises:
-        DeviceError: no such device.
-    """
-    xla_dispatch.make_ready()
-    device = devices.engine().device()
-    backward.make_possible(device)
-    if n not in (None, device.index or 0):
-        number = device.index or 0
-        raise DeviceError(f"xla_device(n={n!r}): this process has one XLA device, number {number}; leave n out")
-    if devkind is not None and _kind(devkind) != xla_device_hw(device):
-        raise DeviceError(
-            f"xla_device(devkind={devkind!r}): the device is of kind {xla_device_hw(device)!r}; set XLA_AMP_PLATFORM "
-            "to cpu, gpu or tpu before the first use to choose another"
-        )
-    return device
-
-
-def xla_device_hw(device: Any) -> str:
-    """Kind of hardware under a device: ``"CPU"``, ``"CUDA"`` or ``"TPU"``, torch_xla's names."""
-    name = devices.device_type(device, "xla_device_hw")
-    return _kind(devices.engine().platform() if devices.is_xla(name) else name)
-
-
-def _kind(name: str) -> str:
-    kind = name.upper()
-    return "CUDA" if kind in ("GPU", "ROCM") else kind
-
-
 def get_xla_supported_devices(devkind: str | None = None, max_devices: int | None = None) -> list[str]:
     """XLA devices of this process, as strings; of one kind (``"TPU"``) if asked."""
     device = devices.engine().device()
-    found = [str(device)] if devkind is None or _kind(devkind) == xla_device_hw(device) else []
+    found = [str(device)] if devkind is None or kind(devkind) == xla_device_hw(device) else []
     return found[:max_devices]
 
 
