@@ -55,3 +55,9 @@ def test_a_jax_that_does_not_start(monkeypatch: pytest.MonkeyPatch):
     found = doctor.diagnose()
     assert found.devices.startswith("JAX does not start:")
     assert found.conflicts[0][0] == found.devices
+
+
+def test_torch_that_is_missing_is_told(monkeypatch):
+    monkeypatch.setattr(doctor, "LIBRARIES", ("jax", "jaxlib"))
+    monkeypatch.setattr(doctor, "_devices", lambda: [["cpu", "cpu", ""]])
+    assert doctor.diagnose().page().facts["torch"] == "not installed"

@@ -90,6 +90,14 @@ def read(path: Path, function: str | None = None) -> Program:
     return io.load(path, function=function)
 
 
+def check_readable(path: Path) -> None:
+    """Raises FileError for a file that cannot be read."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise FileError(f"reading {path}: {error.strerror or error}") from None
+
+
 def shown(path: Path) -> str:
     """The name of a file in reports and messages."""
     return "standard input" if path == STANDARD else str(path)

@@ -142,7 +142,10 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     given = [samples.fitted(samples.read_samples(path), program.module, str(path)) for path in arguments.inputs]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuleWarning)
-        converted, achieved = _convert(arguments, program, given)
+        try:
+            converted, achieved = _convert(arguments, program, given)
+        except PolicyError as error:
+            raise PolicyError(str(error).replace("autocast(rules=...), ", "--rule ")) from None
     for each in caught:
         sys.stderr.write(f"xla-amp: warning: {each.message}\n")
     if achieved is not None and arguments.target_error is not None and achieved.error > arguments.target_error:

@@ -21,9 +21,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
-    from xla_amp.report import terminal
     from xla_amp.tools import doctor
 
     found = doctor.diagnose()
-    text = common.as_json(doctor.to_dict(found)) if arguments.json else terminal.text(found.document())
+    text = common.as_json(doctor.to_dict(found)) if arguments.json else str(found)
     return text, int(bool(found.conflicts))

@@ -120,6 +120,7 @@ def _text(decision: Decision) -> str:
 
 def _check(arguments: argparse.Namespace) -> Answer:
     file = arguments.file
+    common.check_readable(file)
     try:
         if not _is_policy(file):
             layer = rules_from_file(*signature(file))

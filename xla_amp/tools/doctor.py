@@ -18,8 +18,7 @@ from typing import Any, Final
 
 from xla_amp import hardware
 from xla_amp.common import config
-from xla_amp.report.document import Document, Finding
-from xla_amp.report.shown import Shown
+from xla_amp.tools.explain.page import Page, Report, Section
 
 LIBRARIES: Final = (
     "xla-amp",
@@ -57,7 +56,7 @@ print(json.dumps([[d.platform, d.device_kind, str(getattr(d, "compute_capability
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Diagnosis(Shown):
+class Diagnosis(Report):
     """The findings of `diagnose`."""
 
     versions: Mapping[str, str]
@@ -73,29 +72,29 @@ class Diagnosis(Shown):
     conflicts: tuple[tuple[str, str], ...] = ()
     """(what does not fit together, what to do)."""
 
-    def document(self) -> Document:
+    def page(self) -> Page:
         """The same as a report."""
-        libraries = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         variables = ", ".join(f"{name}={value}" for name, value in self.environment.items())
-        return Document(
-            title="xla-amp doctor",
-            kind="doctor",
-            facts=(
-                ("versions", libraries),
-                ("system", platform.platform()),
-                ("processor", self.processor),
-                ("devices", self.devices),
-                ("compiled programs", self.cache),
-                ("environment", variables or "none of the variables that matter is set"),
-            ),
-            findings=(
-                Finding(
-                    question="What does not fit together?",
-                    answer=f"{len(self.conflicts)} found" if self.conflicts else "nothing that is known",
-                    state="risk" if self.conflicts else "low",
-                    items=self.conflicts,
-                ),
-            ),
+        count = len(self.conflicts)
+        return Page(
+            "xla-amp doctor",
+            {
+                "versions": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
+                **({} if "torch" in self.versions else {"torch": "not installed"}),
+                "system": platform.platform(),
+                "processor": self.processor,
+                "devices": self.devices,
+                "compiled programs": self.cache,
+                "environment": variables or "none of the variables that matter is set",
+            },
+            [
+                Section(
+                    "What does not fit together?",
+                    f"{count} found" if count else "nothing that is known",
+                    "risk" if count else "low",
+                    self.conflicts,
+                )
+            ],
         )
 
 
