@@ -91,6 +91,8 @@ ROWS: list[tuple[Callable[[], Any], str]] = [
         lambda: xla_amp.find_overflow(3),
         "find_overflow(step): expected one iteration of a training loop, as a function, ",
     ),
+    (lambda: xla_amp.monitor(3, None), "monitor(model): expected a torch.nn.Module, got 3 (int)"),
+    (lambda: xla_amp.compilation_cache(3), "compilation_cache(path): expected a folder, or None, got 3 (int)"),
     (lambda: xla_amp.export(3), "export(step): expected a module or a function of a step, got 3 (int)"),
     (
         lambda: xla_amp.jax.skip_nonfinite(3),

@@ -20,7 +20,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from xla_amp import hardware
-from xla_amp.common import config, events, files
+from xla_amp.common import arguments, config, events, files
 from xla_amp.errors import FileError, PolicyError
 
 LIMIT: Final = 2 << 30
@@ -64,6 +64,7 @@ def compilation_cache(
         https://docs.jax.dev/en/latest/persistent_compilation_cache.html
     """
     global _options
+    arguments.require("compilation_cache(path)", path, (*arguments.PATH, type(None)), "a folder, or None")
     if least_seconds < 0 or (most_bytes is not None and most_bytes < 0):
         raise PolicyError(
             f"compilation_cache(least_seconds={least_seconds!r}, most_bytes={most_bytes!r}): expected numbers that are "

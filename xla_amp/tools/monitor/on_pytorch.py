@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 
 from xla_amp.backends import base, devices, dynamo, step_state
+from xla_amp.common import arguments
 from xla_amp.errors import PolicyError, StepError
 from xla_amp.policy import module_patterns
 from xla_amp.tools.monitor import kept
@@ -124,6 +125,7 @@ class Monitor(HostMonitor):
         **gone: Any,
     ) -> None:
         super().__init__(directory, history, sinks, first_step, gone)
+        arguments.require("monitor(model)", model, torch.nn.Module, "a torch.nn.Module")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"monitor(model, optimizer, ...): expected a torch.optim.Optimizer, got {optimizer!r}")
         self._model, self._optimizer = model, optimizer
