@@ -235,3 +235,36 @@ def test_a_writer_of_artifacts_that_dies_is_an_error(monkeypatch):
         artifact(ir.parse(PLAIN))
     monkeypatch.undo()
     assert artifact(ir.parse(PLAIN)).startswith(ir.BYTECODE_MAGIC)
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("%c = stablehlo.constant dense_resource<__elided__> : tensor<512xf32>", "large constants were left out"),
+        ("%c = call @f(%x) : (tensor<512xf32>) -> tensor<512xf32>", "call themselves.*: f -> g -> f"),
+    ],
+)
+def test_what_no_program_can_be_is_refused_in_one_line(body: str, problem: str) -> None:
+    text = f"""
+    func.func @main(%x: tensor<512xf32>) -> tensor<512xf32> {{
+      {body}
+      return %c : tensor<512xf32>
+    }}"""
+    if "@f" in body:
+        for name, other in ("fg", "gf"):
+            text += f"""
+    func.func private @{name}(%x: tensor<512xf32>) -> tensor<512xf32> {{
+      %c = call @{other}(%x) : (tensor<512xf32>) -> tensor<512xf32>
+      return %c : tensor<512xf32>
+    }}"""
+    with pytest.raises(ModuleError, match=problem) as raised:
+        autocast(text)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_name_that_is_not_utf8_is_no_damage() -> None:
+    text = r"""
+    func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> { return %x : tensor<4xf32> }
+    func.func private @"\FF"(%x: tensor<4xf32>) -> tensor<4xf32> { return %x : tensor<4xf32> }"""
+    with pytest.raises(ModuleError, match=r"^file: a name in it is not UTF-8.*; rename it$"):
+        io.read(text.encode(), "file")

@@ -82,7 +82,46 @@ def parse(source: str | bytes, name: str = "module") -> MlirModule:
                 module = ir.Module.parse(source, context)
         except (ir.MLIRError, ValueError) as error:
             raise ModuleError(f"{name}: not a StableHLO module: {_first_line(error, problems)}") from None
+    text = source.encode() if isinstance(source, str) else source
+    if not text.startswith(BYTECODE_MAGIC) and _ELIDED in text:
+        raise ModuleError(
+            f"{name}: its large constants were left out when it was printed (__elided__); print it with them, or write "
+            "bytecode"
+        )
+    try:
+        circle = _recursive(module)
+    except (RuntimeError, UnicodeDecodeError) as error:
+        if "conversion error" not in str(error) and not isinstance(error, UnicodeDecodeError):
+            raise
+        raise ModuleError(f"{name}: a name in it is not UTF-8, which Python cannot read; rename it") from None
+    if circle:
+        raise ModuleError(f"{name}: functions that call themselves, which XLA does not run: {' -> '.join(circle)}")
     return module
+
+
+_ELIDED: Final = b"dense_resource<__elided__>"
+
+
+def _recursive(module: MlirModule) -> list[str]:
+    """Names of functions that call each other in a circle; empty if none do."""
+    calls = {
+        name: [op.attributes["callee"].value for op in operations(function) if op.name == "func.call"]
+        for name, function in functions(module).items()
+    }
+    done: set[str] = set()
+    for root in calls:
+        path, todo = [root], [iter(calls[root])]
+        while path:
+            name = next(todo[-1], None)
+            if name is None:
+                todo.pop()
+                done.add(path.pop())
+            elif name in path:
+                return [*path[path.index(name) :], name]
+            elif name in calls and name not in done:
+                path.append(name)
+                todo.append(iter(calls[name]))
+    return []
 
 
 def verify(module: MlirModule, name: str = "module") -> None:
