@@ -288,6 +288,25 @@ def test_mistakes(run, folder, arguments, status, message):
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("%c = stablehlo.constant dense_resource<__elided__> : tensor<4xf32>", "a constant without values"),
+        ('%c = call @"f\\FF"(%x) : (tensor<4xf32>) -> tensor<4xf32>', "odd.mlir: a name in it is not UTF-8; rename it"),
+    ],
+)
+def test_programs_that_cannot_be_converted_write_nothing(run, folder, line, message):
+    text = f"""func.func public @main(%x: tensor<4xf32>) -> tensor<4xf32> {{
+      {line}
+      return %c : tensor<4xf32> }}
+    func.func private @"f\\FF"(%x: tensor<4xf32>) -> tensor<4xf32> {{ return %x : tensor<4xf32> }}"""
+    (folder / "odd.mlir").write_text(text if "call" in line else text.partition("func.func private")[0])
+    status, out, err = run("convert", "odd.mlir", "-o", "out.mlir")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert message in err
+    assert not (folder / "out.mlir").exists()
+
+
 def test_an_interruption_is_no_traceback(run, monkeypatch):
     def interrupted(path, **_):
         raise KeyboardInterrupt

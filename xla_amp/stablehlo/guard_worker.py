@@ -19,6 +19,10 @@ def handle(question: Mapping[str, Any], data: bytes) -> dict[str, Any]:
         program.parse(data, question["name"], question["function"])
     except ModuleError as error:
         return {"refused": str(error)}
+    except RuntimeError as error:
+        if "str_from_cstr" not in str(error):
+            raise
+        return {"refused": f"{question.get('name', 'the program')}: a name in it is not UTF-8; rename it"}
     return {}
 
 
