@@ -74,3 +74,27 @@ def _check_index(device: Any, index: int, count: int, caller: str) -> None:
 def is_xla(name: str) -> bool:
     """Whether an XLA engine provides the device type."""
     return name in base.DEVICE_TYPES
+
+
+def read_later(tensor: torch.Tensor) -> base.Read:
+    """Starts to read `tensor`, a whole storage; on devices other than XLA's and CUDA's this waits."""
+    return engine().read_later(tensor) if is_xla(tensor.device.type) else _Copy(tensor)
+
+
+class _Copy:
+    """A copy that a CUDA device makes behind what it has been given, or that is on the CPU already."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event = torch.cuda.Event() if tensor.device.type == "cuda" else None
+        self._value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._event is not None)
+        self._value.copy_(tensor, non_blocking=True)
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def ready(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def value(self) -> torch.Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._value

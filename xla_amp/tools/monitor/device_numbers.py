@@ -21,15 +21,7 @@ _NUMBERS = ("count", "skipped", "loss_scale", "gradient_norm")
 
 
 class DeviceNumbers:
-    """The numbers of the step that runs.
-
-    Args:
-        model: what is watched.
-        layers: paths of the modules that call `layer`.
-        optimizer: its step ends a step.
-        scaler: an enabled one, or None.
-        device: of the model.
-    """
+    """The numbers of the step of `optimizer` that runs; modules at the paths `layers` call `layer`."""
 
     def __init__(
         self,
@@ -62,9 +54,12 @@ class DeviceNumbers:
 
     def layer(self, path: str, module: Any, inputs: Any, output: object) -> None:
         """The layer at `path` has returned `output`."""
-        if not (self.counts and self._model.training and torch.is_grad_enabled()) or _in_backward():
-            return  # what checkpointing computes again was seen in the forward pass
-        tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor) and _has_range(each)]
+        if not (self.counts and self._model.training and torch.is_grad_enabled()):
+            return
+        if torch._C._current_graph_task_id() != -1:
+            return  # in a backward pass checkpointing computes again what was seen in the forward pass
+        tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor) and each.is_floating_point()]
+        tensors = [each for each in tensors if each.layout is torch.strided and each.numel()]
         if self._newest is not None and tensors and tensors[-1] is self._newest():
             tensors.pop()  # a container returns what its last part has returned
         if tensors:
@@ -161,11 +156,3 @@ class DeviceNumbers:
         """Forgets a step that failed."""
         self._pass, self._newest = {}, None
         self._largest.zero_()
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _has_range(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.layout is torch.strided and tensor.numel() > 0

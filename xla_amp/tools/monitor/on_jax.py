@@ -55,7 +55,9 @@ def statistics(
         >>> found.names, found.numbers.tolist()
         (('gradient_norm', 'loss', 'nonfinite/w'), [5.0, 1.0, 0.0])
     """
-    gradients = {path: jnp.abs(each.astype(_wide(each))) for path, each in _floating(grads).items()}
+    gradients = {
+        path: jnp.abs(each.astype(jnp.promote_types(each.dtype, np.float32))) for path, each in _floating(grads).items()
+    }
     squares = {f"nonfinite/{path}": jnp.sum(each * each).astype(np.float32) for path, each in gradients.items()}
     scale = loss_scale.value if isinstance(loss_scale, LossScale) else loss_scale
     found = {"gradient_norm": jnp.sqrt(sum(squares.values())), "loss": loss, "loss_scale": scale, "skipped": skipped}
@@ -70,10 +72,6 @@ def _floating(tree: Any) -> dict[str, jax.Array]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves if is_inexact(leaf)}
     return {path: jnp.asarray(leaf) for path, leaf in named.items()}
-
-
-def _wide(array: jax.Array) -> Any:
-    return jnp.promote_types(array.dtype, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)

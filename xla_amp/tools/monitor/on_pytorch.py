@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from xla_amp.backends import base, devices, dynamo, step_state
+from xla_amp.backends import devices, dynamo, step_state
 from xla_amp.common import arguments
 from xla_amp.errors import PolicyError, StepError
 from xla_amp.policy import module_patterns
@@ -44,12 +44,12 @@ class RunningStep:
     def end(self, numbers: DeviceNumbers, count: int) -> None:
         """Starts to read the loss and what the device has recorded of step `count`, from 1."""
         self._numbers, self._count = numbers, count
-        self._reads = [_read_later(numbers.status)]
+        self._reads = [devices.read_later(numbers.status)]
         loss, self.loss = self.loss, None
         self._loss = None if isinstance(loss, torch.Tensor | None) else float(loss)
         if isinstance(loss, torch.Tensor):
             with contextlib.suppress(ValueError):  # a view: only its storage can be read without recording
-                self._reads.append(_read_later(loss.detach()))
+                self._reads.append(devices.read_later(loss.detach()))
 
     def ready(self) -> bool:
         """Whether `record` does not wait."""
@@ -225,27 +225,3 @@ class _Hook:
 
 
 dynamo.skip(_Hook.__call__)
-
-
-class _Copy:
-    """A copy that a CUDA device makes behind what it has been given, or that is on the CPU already."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._event = torch.cuda.Event() if tensor.device.type == "cuda" else None
-        self._value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._event is not None)
-        self._value.copy_(tensor, non_blocking=True)
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(tensor.device))
-
-    def ready(self) -> bool:
-        return self._event is None or self._event.query()
-
-    def value(self) -> torch.Tensor:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._value
-
-
-def _read_later(tensor: torch.Tensor) -> base.Read:
-    """Starts to read `tensor`; on devices other than XLA's and CUDA's this waits."""
-    return devices.engine().read_later(tensor) if devices.is_xla(tensor.device.type) else _Copy(tensor)
