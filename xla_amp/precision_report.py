@@ -34,7 +34,7 @@ class Scope(NamedTuple):
     """Contractions in the low dtype."""
     float32: int
     """Contractions in another one."""
-    islands: int
+    float32_regions: int
     casts: int
 
 
@@ -49,15 +49,15 @@ class SavedBytes(NamedTuple):
 class PrecisionReport:
     """What ran in the low dtype and what did not; ``print(report)`` shows tables.
 
-    Contractions are matrix products, convolutions and recurrent cells.  An island is another operation that got a low
-    operand and computed in float32: the rule that asks for it is in ``why``.
+    Contractions are matrix products, convolutions and recurrent cells.  A float32 region is another operation that got
+    a low operand and computed in float32: the rule that asks for it is in ``why``.
     """
 
     low: tuple[Line, ...]
     """Contractions in the low dtype."""
     float32: tuple[Line, ...]
     """Contractions in another one."""
-    islands: tuple[Line, ...]
+    float32_regions: tuple[Line, ...]
     casts: dict[str, int]
     """Conversion, ``float32->bfloat16``, -> how often it was inserted."""
     scopes: tuple[Scope, ...]
@@ -69,11 +69,11 @@ class PrecisionReport:
         columns = ("count", "operation", "runs in", "scope", "where", "why")
         lines = [
             (str(line.count), each.operation, line.dtype, each.module, each.location, each.why)
-            for line in (*self.low, *self.float32, *self.islands)
+            for line in (*self.low, *self.float32, *self.float32_regions)
             for each in (line.record,)
         ]
         totals = [list(map(str, scope)) for scope in self.scopes]
-        names = ("scope", "low", "float32", "islands", "casts")
+        names = ("scope", "low", "float32", "float32 regions", "casts")
         casts = ", ".join(f"{count} x {kind}" for kind, count in self.casts.items()) or "none"
         parts = [
             tables.plain(columns, lines, numeric=("count",)),
@@ -99,7 +99,7 @@ def summarize(
     """
     low: dict[Any, list[DecisionRecord]] = {}
     wide: dict[Any, list[DecisionRecord]] = {}
-    islands: dict[Any, list[DecisionRecord]] = {}
+    float32_regions: dict[Any, list[DecisionRecord]] = {}
     casts: Counter[str] = Counter()
     scopes: dict[str, list[int]] = {}
     for record in records:
@@ -110,18 +110,16 @@ def summarize(
         if is_contraction(record.operation):
             found, index = (low, 0) if ran_low else (wide, 1)
         elif not ran_low and any(dtype in LOW_DTYPES for dtype in record.given):
-            found, index = islands, 2
+            found, index = float32_regions, 2
         else:
             continue
         totals[index] += 1
         place = (record.operation, record.used[:1], record.module, record.location, record.why)
         found.setdefault(place, []).append(record)
     sums = [sum(column) for column in zip(*scopes.values(), strict=True)] or [0, 0, 0, 0]
-    rows = [
-        Scope(name, low=n[0], float32=n[1], islands=n[2], casts=n[3]) for name, n in (*scopes.items(), ("total", sums))
-    ]
+    rows = [Scope(name, *numbers) for name, numbers in (*scopes.items(), ("total", sums))]
     totals_by_cast = dict(casts.most_common())
-    return PrecisionReport(_lines(low), _lines(wide), _lines(islands), totals_by_cast, tuple(rows), saved)
+    return PrecisionReport(_lines(low), _lines(wide), _lines(float32_regions), totals_by_cast, tuple(rows), saved)
 
 
 def _lines(found: dict[Any, list[DecisionRecord]]) -> tuple[Line, ...]:

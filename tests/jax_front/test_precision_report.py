@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
+import pytest
 import torch
 
 import xla_amp
@@ -27,10 +30,10 @@ def test_a_function_of_jax():
     ]
     assert all(line.record.location.startswith(__file__) for line in report.low)
     assert report.float32 == ()
-    assert {line.record.operation for line in report.islands} & {"exp", "sum", "sum.dim_IntList"}
+    assert {line.record.operation for line in report.float32_regions} & {"exp", "sum", "sum.dim_IntList"}
     assert all(
         line.dtype == "float32" and line.record.module and line.record.location and line.record.why
-        for line in report.islands
+        for line in report.float32_regions
     )
     total = report.scopes[-1]
     assert (total.name, total.low, total.float32, total.casts) == ("total", 2, 0, sum(report.casts.values()))
@@ -57,5 +60,35 @@ def test_a_region_of_pytorch():
         torch.nn.functional.mse_loss(layer(torch.ones(2, 4)), torch.ones(2, 4))
     found = report.precision()
     assert [line.record.operation for line in found.low] == ["linear"]
-    assert [line.record.operation for line in found.islands] == ["mse_loss"]
+    assert [line.record.operation for line in found.float32_regions] == ["mse_loss"]
     assert found.scopes[-1][1:] == (1, 0, 1, 4)
+
+
+def test_lines_are_the_users_not_those_of_a_library_of_layers():
+    linen = pytest.importorskip("flax.linen")
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Written(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(4)(linen.LayerNorm()(x))  # line of both
+
+    class Stateful(nnx.Module):
+        def __init__(self):
+            self.head = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.head(x)  # line of nnx
+
+    x = jnp.ones((2, 8))
+    variables, model = Written().init(jax.random.key(0), x), Stateful()
+    lines = Path(__file__).read_text().splitlines()
+    for call, line, module in (
+        (lambda: autocast(Written().apply)(variables, x), "# line of both", "Written.Dense_0"),
+        (lambda: autocast(lambda model, x: model(x))(model, x), "# line of nnx", "head"),
+    ):
+        with xla_amp.explain() as report:
+            call()
+        rows = report.rows()
+        assert {row["location"] for row in rows} == {f"{__file__}:{[line in each for each in lines].index(True) + 1}"}
+        assert module in {row["module"] for row in rows}

@@ -7,6 +7,7 @@ import functools
 import inspect
 import os
 import re
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -215,10 +216,28 @@ def is_derivative_scope(scope: Any) -> bool:
 
 
 def location(eqn: Any | None) -> str:
-    """The user's ``file:line`` of an equation, or of the running code if `eqn` is None."""
+    """The user's ``file:line`` of an equation, or of the running code if it is None; not that of a library."""
     source = source_info_util.current() if eqn is None else eqn.source_info
     frame = _FRAME.match(source_info_util.summarize(source))
-    return frame[1] if frame is not None else ""
+    innermost = frame[1] if frame is not None else ""
+    if not innermost.startswith(_library_folders()) or source.traceback is None:
+        return innermost
+    ours = (*_library_folders("jax", "jaxlib", "xla_amp"), *_library_folders())
+    for each in source.traceback.frames:
+        file = each.file_name
+        if not file.startswith(ours) and os.path.dirname(file) != _STANDARD_LIBRARY and os.path.isfile(file):
+            return f"{file}:{each.line_num}"
+    return innermost
+
+
+_STANDARD_LIBRARY = os.path.dirname(os.__file__)
+
+
+def _library_folders(*names: str) -> tuple[str, ...]:
+    """Folders of the packages `names` that are loaded; by default those whose layers a user's line calls."""
+    found = (sys.modules.get(name) for name in names or ("equinox", "flax", "haiku", "optax"))
+    files = (getattr(module, "__file__", None) for module in found)
+    return tuple(os.path.join(os.path.dirname(file), "") for file in files if file)
 
 
 def calls_numerical_function(eqn: Any) -> bool:

@@ -75,7 +75,7 @@ class ExplainReport(Shown):
         }
 
     def precision(self) -> PrecisionReport:
-        """What ran low: contractions, float32 islands and casts, for each module and in total."""
+        """What ran low: contractions, float32 regions and casts, for each module and in total."""
         return summarize(self.records, is_contraction)
 
     def forms(self) -> list[dict[str, str]]:
