@@ -63,6 +63,7 @@ def axes(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     return tuple(d % ndim for d in ([dim] if isinstance(dim, int) else dim))
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Permuted:
     """A deferred transpose of `base` as an operand.
@@ -72,7 +73,7 @@ class Permuted:
     """
 
     base: jax.Array
-    permutation: tuple[int, ...]
+    permutation: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     """Axis ``i`` of the operand is axis ``permutation[i]`` of `base`, as in ``numpy.transpose``."""
 
     @property
@@ -92,6 +93,7 @@ class Permuted:
         return lax.transpose(self.base, self.permutation)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OneHot:
     """A deferred operand of zeros with one value in each line along an axis.
@@ -103,8 +105,8 @@ class OneHot:
     values: jax.Array
     index: jax.Array
     """Position of each of `values` along the axis; same shape as `values`."""
-    axis: int
-    extent: int
+    axis: int = dataclasses.field(metadata={"static": True})
+    extent: int = dataclasses.field(metadata={"static": True})
     """Size of the axis."""
 
     @property

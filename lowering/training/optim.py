@@ -98,7 +98,8 @@ def _per_count(
     """
     scalars = [_double(count).reshape(()) for count in counts]
     if platform == "cpu" or not counts:
-        return [tuple(as_dtype(factor, dtype) for factor in formula(count)) for count in scalars]
+        rounded = jax.jit(lambda count: tuple(as_dtype(factor, dtype) for factor in formula(count)))
+        return [rounded(count) for count in scalars]
     factors = lax.optimization_barrier(tuple(as_dtype(factor, dtype) for factor in formula(jnp.stack(scalars))))
     return [tuple(factor[i] for factor in factors) for i in range(len(counts))]
 
@@ -220,17 +221,19 @@ def _stepped(
     def unless_skipped(old: jax.Array, new: jax.Array) -> jax.Array:
         return new if skip is None else jnp.where(skip, as_dtype(old, new.dtype), new)
 
-    states = [list(state) for state in states]
-    columns: list[list[jax.Array]] = [[], [], *([] for _ in states)]
-    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+    @jax.jit  # traced once for all parameters of a shape
+    def updated(param: jax.Array, grad: jax.Array, old: list[Any], factor: Any) -> tuple[Any, ...]:
         dtype = opmath(param.dtype)
         if grad_scale is not None:
             grad = unless_skipped(grad, as_dtype(grad, dtype) / as_dtype(grad_scale, dtype).reshape(()))
-        old = [state[i] if state else None for state in states]
-        new_param, *new = step(param, as_dtype(grad, dtype), old, factors[i], unless_skipped)
-        columns[0].append(unless_skipped(param, new_param))  # type: ignore[arg-type]
-        columns[1].append(grad)
-        for column, state in zip(columns[2:], new, strict=True):
+        new_param, *new = step(param, as_dtype(grad, dtype), old, factor, unless_skipped)
+        return unless_skipped(param, new_param), grad, *new  # type: ignore[arg-type]
+
+    states = [list(state) for state in states]
+    columns: list[list[jax.Array]] = [[], [], *([] for _ in states)]
+    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        new = updated(param, grad, [state[i] if state else None for state in states], factors[i])
+        for column, state in zip(columns, new, strict=True):
             if state is not None:
                 column.append(state)
     return [array for column in columns for array in column]

@@ -102,6 +102,7 @@ class Instruction:
         "outs",
         "random",
         "takes",
+        "traced",
     )
 
     def __init__(
@@ -136,6 +137,8 @@ class Instruction:
         """Platform -> position of an input -> its minor-most dimensions in memory (`memory_layout`)."""
         self.constants = constants
         """Arguments that are part of the program, by name, to say in which of them two programs differ."""
+        self.traced: dict[Any, Any] = {}
+        """Context -> `emit` as JAX has traced it (`compile`)."""
         self.family = family
         self.integers = integers
         """The integers, such as the start of a slice, by which this differs from others of its family."""

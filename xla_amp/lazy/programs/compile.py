@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -259,6 +261,7 @@ def _interpret(
     values: list[Any] = []
     found = iter(places)
     in_wide = dataclasses.replace(context, wide=True)
+    times = Counter(node.instruction.id for node in tape)
     for node in tape:
         instruction, place = node.instruction, next(found, None)
         if node.is_parameter:
@@ -274,8 +277,9 @@ def _interpret(
             [ints[node.at.ints + i] for i in range(instruction.ints)],
             rng,
         )
+        once = place is None and times[instruction.id] > 1
         with _at(instruction, place):
-            results = emit(instruction, in_wide if node.first in wide else context, *arguments)
+            results = (_traced if once else emit)(instruction, in_wide if node.first in wide else context, *arguments)
         values.extend(results)
     return [materialize(values[number]) for number in wanted]
 
@@ -291,6 +295,15 @@ def _at(instruction: Instruction, place: Place | None) -> Any:
 def random_key(seed: Any, number: Any) -> jax.Array:
     """The key of the random operation `number` of a stream."""
     return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), number)
+
+
+def _traced(instruction: Instruction, context: Context, *arguments: Any) -> list[Any]:
+    """`emit`, whose lowering JAX traces once for an instruction that occurs more than once, and calls."""
+    known = instruction.traced.get(context)
+    if known is None:
+        known = instruction.traced[context] = jax.jit(functools.partial(emit, instruction, context))
+    results: list[Any] = known(*arguments)
+    return results
 
 
 def emit(instruction: Instruction, context: Context, inputs: Any, floats: Any, ints: Any, rng: Any) -> list[Any]:
