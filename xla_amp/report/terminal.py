@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -31,7 +30,7 @@ def text(document: Document, width: int | None = None, *, most: int = MOST_ROWS)
         width: characters of a line; default: those of the terminal, or `WIDTH` where there is none.
         most: rows of the first table.
     """
-    width = width or (shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH)
+    width = width or shutil.get_terminal_size((WIDTH, 40)).columns
     parts = [document.title]
     if document.facts:
         names = max(len(name) for name, _ in document.facts)
@@ -67,7 +66,9 @@ def lines(table: Table, width: int = 10**9, most: int = MOST_ROWS) -> tuple[list
         room = width - _borders(len(columns))
         if sum(needed) <= room or len(columns) == 1:
             break
-        shown = shown[:-1]  # the columns to the right say the least
+        # The columns to the right say the least, but for the line of the program.
+        least = [place for place, index in enumerate(shown) if place and table.columns[index].kind != "place"]
+        shown.pop(least[-1] if least else -1)
     while sum(widths) > room:
         widest = max(range(len(widths)), key=lambda i: (widths[i] > needed[i], widths[i]))
         if widths[widest] <= needed[widest]:
