@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -89,7 +90,7 @@ def schedule(device, compiled):
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 3)).to(device)
     groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is wide], "weight_decay": decay}
               for wide, decay in ((True, 0.1), (False, 0.0))]  # fmt: skip
-    optimizer = torch.optim.SGD(groups, lr=0.2, momentum=0.8, nesterov=True)
+    optimizer = xla_amp.syncfree.SGD(groups, lr=0.2, momentum=0.8, nesterov=True)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
     rates = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], milestones=[3])
@@ -179,9 +180,207 @@ def recurrent(device, compiled):
     return [*results, state.hidden, *tensors(cell, head), torch.jax.get_rng_state()], [step]
 
 
-@pytest.mark.parametrize(
-    "program", [gan, accumulation, schedule, evaluation, recurrent], ids=lambda each: each.__name__
-)
+def two_step_gan(device, compiled):
+    """A GAN in two captured steps, each with zero_grad() first; the generator's also fills the critic's gradients."""
+    generator, critic = nn.Linear(4, 8).to(device), nn.Linear(8, 1).to(device)
+    of_generator = xla_amp.syncfree.Adam(generator.parameters(), lr=1e-2)
+    of_critic = xla_amp.syncfree.Adam(critic.parameters(), lr=1e-2)
+
+    def critic_step(real, z):
+        of_critic.zero_grad()
+        loss = F.softplus(-critic(real)).mean() + F.softplus(critic(generator(z).detach())).mean()
+        loss.backward()
+        of_critic.step()
+        return loss.detach()
+
+    def generator_step(z):
+        of_generator.zero_grad()
+        loss = F.softplus(-critic(generator(z))).mean()
+        loss.backward()
+        of_generator.step()
+        return loss.detach()
+
+    critic_step, generator_step, results = compiled(critic_step), compiled(generator_step), []
+    for real, z in zip(batches(device, (6, 8)), batches(device, (6, 4), seed=2), strict=True):
+        results += [critic_step(real, z), generator_step(z)]
+    return results + tensors(generator, critic), [critic_step, generator_step]
+
+
+def training(device, model, optimizer):
+    """A step with zero_grad() first, as our pages write it."""
+
+    def step(x):
+        optimizer.zero_grad()
+        with xla_amp.autocast(device):
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def network(device):
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).to(device)
+
+
+def alternating_shapes(device, compiled):
+    model = network(device)
+    step = compiled(training(device, model, xla_amp.syncfree.AdamW(model.parameters(), lr=1e-2)))
+    results = [step(x[: 6 - number % 2]) for number, x in enumerate(batches(device, (6, 8)) * 2)]
+    return results + tensors(model), [step]
+
+
+def moving_average(device, compiled):
+    """An average of the weights in a dictionary of the closure, replaced in each step."""
+    model = network(device)
+    inner = training(device, model, xla_amp.syncfree.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    average = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def step(x):
+        loss = inner(x)
+        for name, value in model.named_parameters():
+            average[name] = average[name] * 0.9 + value.detach() * 0.1
+        return loss
+
+    step, results = compiled(step), []
+    for number, x in enumerate(batches(device, (6, 8))):
+        results += [step(x), average["0.weight"].sum()]
+        if number == 7:
+            average["0.bias"] = torch.ones_like(average["0.bias"])
+    return [*results, *average.values()], [step]
+
+
+def frozen_layers(device, compiled):
+    """The first layer is frozen, then trained; the optimizer has both from the beginning."""
+    model = network(device)
+    model[0].requires_grad_(False)
+    step = compiled(training(device, model, xla_amp.syncfree.AdamW(model.parameters(), lr=1e-2)))
+    results = []
+    for number, x in enumerate(batches(device, (6, 8))):
+        model[0].requires_grad_(number >= 6)
+        results.append(step(x))
+    return results + tensors(model), [step]
+
+
+def mixed_optimizers(device, compiled):
+    """torch's SGD for one part and a sync-free AdamW for the rest, with tied weights, clipped together."""
+    torch.manual_seed(1)
+    embed, body, head = nn.Embedding(12, 8).to(device), nn.Linear(8, 8).to(device), nn.Linear(8, 12).to(device)
+    head.weight = embed.weight
+    every = nn.ModuleList([embed, body, head])
+    of_body = torch.optim.SGD(body.parameters(), lr=0.1)
+    of_rest = xla_amp.syncfree.AdamW([embed.weight, head.bias], lr=1e-2)
+
+    def step(tokens):
+        for optimizer in (of_body, of_rest):
+            optimizer.zero_grad()
+        loss = F.cross_entropy(head(body(embed(tokens))), tokens.roll(1))
+        loss.backward()
+        nn.utils.clip_grad_norm_(every.parameters(), 0.5)
+        for optimizer in (of_body, of_rest):
+            optimizer.step()
+        return loss.detach()
+
+    step = compiled(step)
+    results = [step((x[:, 0].abs() * 4).long() % 12) for x in batches(device, (6, 8))]
+    return results + tensors(every), [step]
+
+
+def checkpoints(device, compiled):
+    """A rollback of everything in the middle, one with tensors that are assigned, and a parameter that is replaced."""
+    model = network(device)
+    optimizer = xla_amp.syncfree.AdamW(model.parameters(), lr=1e-2)
+    step, results = compiled(training(device, model, optimizer)), []
+    saved = []
+    for number, x in enumerate(batches(device, (6, 8)) * 2):
+        if number in (4, 9):
+            saved = [copy.deepcopy(each.state_dict()) for each in (model, optimizer)]
+        if number in (7, 8, 13):
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        if number == 15:
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 0.5
+        if number == 17:
+            model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        if number == 19:
+            for parameter in model.parameters():
+                parameter.grad = None
+        results.append(step(x))
+    return results + tensors(model), [step]
+
+
+def teacher(device, compiled):
+    """A frozen model, and evaluation under no_grad() by a bound method between the steps."""
+
+    class Student:
+        def __init__(self):
+            self.model, self.teacher = network(device), network(device).eval()
+            self.optimizer = xla_amp.syncfree.SGD(self.model.parameters(), lr=0.1)
+            self.temperature = 2.0
+
+        def step(self, x):
+            self.model.train()
+            self.optimizer.zero_grad()
+            with torch.no_grad():
+                wanted = (self.teacher(x) / self.temperature).softmax(1)
+            loss = F.kl_div(self.model(x).log_softmax(1), wanted, reduction="batchmean")
+            loss.backward()
+            self.optimizer.step()
+            return loss.detach()
+
+        @torch.no_grad()
+        def evaluate(self, x):
+            return self.model.eval()(x).argmax(1)
+
+    student = Student()
+    step, evaluate, results = compiled(student.step), compiled(student.evaluate), []
+    for number, x in enumerate(batches(device, (6, 8)) * 2):
+        student.model.train()
+        student.temperature = 2.0 if number < 12 else 3.0
+        results.append(step(x))
+        student.model.eval()
+        results.append(evaluate(x))
+    return results + tensors(student.model), [step, evaluate]
+
+
+SCHEDULES = {
+    "linear": lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=8),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=30),
+    "steps": lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=1),
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, [lambda n: 0.9**n, lambda n: 1.0 / (n + 1)]),
+    "chained": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.ConstantLR(o, 0.5), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+def of_schedule(name):
+    def program(device, compiled):
+        model = network(device)
+        groups = [{"params": list(model[0].parameters())}, {"params": list(model[1:].parameters()), "lr": 0.05}]
+        optimizer = xla_amp.syncfree.SGD(groups, lr=0.1, momentum=0.9)
+        schedule = SCHEDULES[name](optimizer)
+        step, results = compiled(training(device, model, optimizer)), []
+        for x in batches(device, (6, 8)) * 2:
+            results.append(step(x))
+            schedule.step(*([1.0] if name == "plateau" else []))
+        return results + tensors(model), [step]
+
+    program.__name__ = f"schedule: {name}"
+    return program
+
+
+PROGRAMS = [
+    gan, accumulation, schedule, evaluation, recurrent, two_step_gan, alternating_shapes, moving_average, frozen_layers,
+    mixed_optimizers, checkpoints, teacher, *map(of_schedule, SCHEDULES),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
 def test_a_program_trains_to_the_same_bits(program, device):
     def run(compiled):
         xla_amp.sync()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import types
 import warnings
 import weakref
 
@@ -16,7 +17,6 @@ from torch import nn
 import xla_amp
 import xla_amp.jax
 from xla_amp.errors import CaptureError, StepFailedError
-from xla_amp.lazy.capture.guards import Guards
 from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.tensors import tensor_io
 
@@ -145,10 +145,7 @@ class Kept:
         return [value.tolist() for value in (self.current, self.previous, self.history["current"])]
 
 
-REPLAYED = {"last_result", "returned", "in_a_dict"}
-
-
-@pytest.mark.parametrize("name", [*sorted(REPLAYED), "shifted", "shifted_unread", "exchanged"])
+@pytest.mark.parametrize("name", ["last_result", "returned", "in_a_dict", "shifted", "shifted_unread", "exchanged"])
 def test_what_a_step_binds_is_never_stale(name, device):
     one, other = Kept(device), Kept(device)
     step, results = xla_amp.compile(getattr(one, name)), []
@@ -159,9 +156,27 @@ def test_what_a_step_binds_is_never_stale(name, device):
             results.append((step(x), getattr(other, name)(x)))
             assert one.tensors() == other.tensors()
     assert all(torch.equal(found, expected) for found, expected in results)  # no replay has overwritten one
-    assert (step.replays > 8) is (name in REPLAYED)
-    if name.startswith("shifted"):
-        assert "keeps a tensor, float32[2], that the call before computed" in step.reasons[0]
+    if name == "exchanged":  # which of them shares memory with `history` is another in each call
+        assert "it changes which tensors share memory" in step.reasons[0]
+    else:
+        assert (step.replays >= 9, step.reasons) == (True, [])  # two or three to record, two to compare
+
+
+def test_tensors_bound_where_no_state_is(device):
+    """An object two levels deep is no state: a replay could not bind there, so it is refused, unless it is declared."""
+    keeper = types.SimpleNamespace(inner=types.SimpleNamespace(last=torch.zeros(2, device=device)))
+
+    def step(x):
+        keeper.inner.last = x * 2
+        return x + 1
+
+    declared = xla_amp.compile(step, state=[keeper.inner], strict=True)
+    for number in range(6):
+        declared(torch.full((2,), float(number), device=device))
+        assert keeper.inner.last.tolist() == [2.0 * number] * 2
+    assert declared.replays == 4
+    with pytest.raises(CaptureError, match=r"keeps a tensor, float32\[2\], that it computes, in an object .* state=\["):
+        replaying(step, torch.ones(2, device=device))
 
 
 def test_results_that_are_views_of_an_argument(device):
@@ -243,7 +258,7 @@ def test_a_copy_of_the_state_costs_no_program(device):
     assert [copy.tolist()[0] - kept[0].tolist()[0] for copy in kept] == [0, 1, 2, 3]
 
 
-def test_state_without_references_is_freed(device):
+def test_state_that_is_replaced_is_freed_and_the_next_one_counts(device):
     class Owner:
         def __init__(self):
             self.state = {"total": torch.zeros(3, device=device)}
@@ -261,7 +276,7 @@ def test_state_without_references_is_freed(device):
     assert array() is None
     before = step.replays
     step(x)
-    assert step.replays == before  # recorded: what it was captured with is gone
+    assert step.replays == before + 1
     assert owner.state["total"].tolist() == [2.0] * 3
 
 
@@ -278,53 +293,6 @@ def test_a_sync_waits_for_results_that_no_tensor_had_while_recording(device):
     result = step(torch.ones(300, 300, device=device))
     xla_amp.sync(wait=True)
     assert tensor_io.buffer_of(result).array.is_ready()
-
-
-# ---- what modules hold -----------------------------------------------------------------------------------------------
-
-
-TOUCHES = {
-    "an attribute": lambda m: setattr(m[1], "eps", 0.5),
-    "training": lambda m: m[1].eval(),
-    "a parameter": lambda m: setattr(m[0], "bias", nn.Parameter(torch.ones(2))),
-    "a parameter that goes": lambda m: setattr(m[0], "bias", None),
-    "a parameter that comes": lambda m: m[2].register_parameter("weight", nn.Parameter(torch.ones(2))),
-    "a submodule": lambda m: m.__setitem__(2, nn.Tanh()),
-    "a buffer that comes": lambda m: m[2].register_buffer("count", torch.ones(2)),
-    "a forward hook": lambda m: m[0].register_forward_hook(lambda *_: None),
-    "a forward pre-hook": lambda m: m[2].register_forward_pre_hook(lambda *_: None),
-    "a backward hook": lambda m: m[2].register_full_backward_hook(lambda *_: None),
-    "a hook that goes": lambda m: m.handle.remove(),
-    "a hook that is exchanged": lambda m: (m.handle.remove(), m[0].register_forward_hook(lambda *_: None)),
-}
-
-
-def small():
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU())
-    model.__dict__["handle"] = model[0].register_forward_hook(lambda *_: None)
-    return model
-
-
-@pytest.mark.parametrize("name", TOUCHES)
-def test_what_modules_hold_is_compared(name):
-    model = small()
-    guarded = Guards(lambda: model)
-    before = guarded.values()
-    assert guarded.values() == before
-    TOUCHES[name](model)
-    assert guarded.values() != before
-    assert before.difference(guarded.values()) is not None
-
-
-def test_a_buffer_may_be_replaced_and_an_attribute_set_to_the_same_value():
-    model = small()
-    guarded = Guards(lambda: model)
-    before = guarded.values()
-    model[1].running_mean = torch.ones(2)
-    model[1].eps = float(repr(model[1].eps))
-    assert guarded.values() == before
-    model[1].eps = 1
-    assert guarded.values() != before
 
 
 def test_only_referenced_state_is_copied(device, monkeypatch):

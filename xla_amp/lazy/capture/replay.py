@@ -1,4 +1,4 @@
-"""Repeat a recorded call: write the integers that it recorded to the trace, and flush.
+"""Repeat a recorded call: write the integers that it recorded to the trace, flush, and bind what the call binds.
 
 The trace is what the step would have recorded: the same code, the buffers that its inputs have now, Python numbers and
 random streams as they are now, and a buffer for each value that the call leaves.  So the flush finds the same program,
@@ -7,8 +7,10 @@ and everything that a flush does (meshes, memory, failures, waiting) is as after
 
 from __future__ import annotations
 
+import gc
+import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -16,42 +18,61 @@ import torch
 
 from xla_amp.backends.trees import tree_flatten, tree_unflatten
 from xla_amp.errors import StepFailedError
-from xla_amp.lazy.capture.reach import NotReplayableError
-from xla_amp.lazy.capture.recording import Recording, Target, first_difference
+from xla_amp.lazy.capture.recording import HostValue, Recording, Source, Target, first_difference, view
+from xla_amp.lazy.capture.state import Snapshot
+from xla_amp.lazy.capture.values import NotReplayableError, put
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
+from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import generator
 
-Result: TypeAlias = Callable[[Sequence[torch.Tensor], Mapping[int, torch.Tensor]], Any]
-"""Gives an item that a call returns from its tensor arguments and the values that it computed."""
+Result: TypeAlias = Callable[[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]], Any]
+"""Gives an item that a call returns from tensors by position and the values that it computed."""
 
 
 class Replay:
-    """The call that two recorded calls in a row agree on.
+    """The call that two recorded calls agree on.
 
     Args:
         earlier, later: the two calls.
         result: what the later one returned.
-        tensors: its tensor arguments.
+        arguments: its tensor arguments.
+        after: the snapshot after it.
 
     Raises:
         NotReplayableError: they differ, or an input is neither an argument, nor state, nor the same in both calls.
     """
 
-    def __init__(self, earlier: Recording, later: Recording, result: Any, tensors: list[torch.Tensor]) -> None:
+    def __init__(
+        self, earlier: Recording, later: Recording, result: Any, arguments: list[torch.Tensor], after: Snapshot
+    ) -> None:
         difference = first_difference(earlier, later)
         if difference is not None:
             raise NotReplayableError(f"its calls differ: {difference}")
+        for old, new in zip(earlier.sources, later.sources, strict=True):
+            if isinstance(new, str):
+                raise NotReplayableError(new)
+            if isinstance(new, int) and old != new:
+                raise NotReplayableError("its calls read different tensors of its state in the same operations")
+        if earlier.bound() != later.bound():
+            raise NotReplayableError("its calls bind different tensors of its state")
+        self.options = _options(earlier, later)
+        """Which lifted floats are options of optimizers: the options, which have the same value."""
+        self._floats = [(index, min(options)) for index, options in self.options.items()]
         self._recorded = later
-        self._sources: list[Callable[[Sequence[Buffer]], Buffer | None]] = []
-        for source in later.sources:
-            if isinstance(source, str):
-                raise NotReplayableError(source)
-            self._sources.append(source)
         self._computed = later.targets[later.overwritten :]
+        dropped = dict.fromkeys(each for each in (*earlier.bindings, *later.bindings) if each.source is None)
+        self._bindings = [*later.bound(), *dropped]
+        loose = {source for source, held in zip(later.sources, later.held, strict=True) if not held}
+        self._unbound = [at for at, each in enumerate(self._bindings) if each.position < 0 or each.position in loose]
+        """The bindings whose old tensor is let go before the program runs, which may use its memory."""
+        sources = [each.source for each in self._bindings if each.source is not None]
+        self._moved = [index for kind, index in sources if kind == "moved"]
+        self._kept = {index - later.overwritten for kind, index in sources if kind == "computed"}
+        """Which of the computed values the state has afterwards."""
         seed, offset = later.begin
         self._streams = [(None if s == seed else s, at - offset if s == seed else at) for s, at in later.streams]
         self._draws = later.end[1] - offset
@@ -59,7 +80,10 @@ class Replay:
         self._structure = None if len(items) == 1 and items[0] is result else structure
         self._returned: set[int] = set()
         """Which of the computed values it returns."""
-        self._results = [self._result(item, tensors) for item in items]
+        self._shown: set[int] = set()
+        """Positions that it returns."""
+        self._results = [self._result(item, [*arguments, *(each.tensor for each in after.tensors)]) for item in items]
+        self._checked = False
 
     def _result(self, item: Any, tensors: list[torch.Tensor]) -> Result:
         if not isinstance(item, torch.Tensor):
@@ -71,60 +95,103 @@ class Replay:
             )
         if item.is_conj() or item.is_neg():
             raise NotReplayableError("it returns a view that is conjugated or negated; call resolve_conj() on it")
-        buffer, offset = tensor_io.buffer_of(item), int(item.storage_offset())
-        geometry = item.dtype, tuple(item.shape), item.stride(), offset
-        for index, tensor in enumerate(tensors):
-            if tensor is item:
-                return lambda arguments, _: arguments[index]
-        for index, tensor in enumerate(tensors):
-            if tensor_io.buffer_of(tensor) is buffer:
-                return lambda arguments, _: tensor_io.new_view(arguments[index], *geometry)
-        for position, target in enumerate(self._computed):
-            if target.buffer() is buffer:
-                self._returned.add(position)
+        buffer, geometry = tensor_io.buffer_of(item), view(item)
+        for index, each in enumerate(self._computed):
+            if each.position is None and each.buffer() is buffer:
+                self._returned.add(index)
                 if tensor_io.is_whole(item):
-                    return lambda _, computed: computed[position]
-                return lambda _, computed: tensor_io.new_view(computed[position], *geometry)
-        return lambda *_: item  # of the state
+                    return lambda _, computed: computed[index]
+                return lambda _, computed: tensor_io.new_view(computed[index], *geometry)
+        same = [position for position, tensor in enumerate(tensors) if tensor_io.buffer_of(tensor) is buffer]
+        if not same:
+            return lambda *_: item  # the same in each call
+        position = next((each for each in same if view(tensors[each]) == geometry), same[0])
+        self._shown.add(position)
+        if view(tensors[position]) == geometry:
+            return lambda shown, _: shown[position]
+        return lambda shown, _: tensor_io.new_view(shown[position], *geometry)
 
     # -- replaying -----------------------------------------------------------------------------------------------
 
-    def run(self, tensors: list[torch.Tensor], floats: Iterable[float]) -> list[Buffer] | None:
+    def run(self, arguments: list[torch.Tensor], state: Snapshot) -> tuple[Any] | None:
         """Runs the call again; the caller holds the trace's lock.
 
         Args:
-            tensors: tensor arguments.
-            floats: the lifted floats.
+            arguments: tensor arguments.
+            state: the snapshot before the call, which is released.
 
         Returns:
-            The buffers of what it computes, for `results`; None if a value that it needs does not exist.
+            What the call returns; None if a value that it needs does not exist.
 
         Raises:
+            NotReplayableError: the step keeps a tensor where a replay would not bind it.
             StepFailedError: the program failed, or a value was lost in a failed step.
         """
+        if not self._checked:
+            self._require_no_others()
         execute.flush()
-        computed = self._fill([tensor_io.buffer_of(tensor) for tensor in tensors], floats)
-        if computed is not None:
+        count = len(arguments)
+        owners = [_owner(each.position, count, state) for each in self._bindings]
+        shown = {at: arguments[at] if at < count else state.tensors[at - count].tensor for at in self._shown}
+        moved = {at: _tensor_at(at, arguments, state) for at in self._moved}
+        computed = self._fill(state, owners)
+        if computed is None:
+            return None
+        try:
             seed, offset = generator.state()
             execute.flush(self._recorded.spent)
             if self._draws:
                 generator.set_state(seed, offset + self._draws)
-        return computed
+        finally:
+            made: dict[int, torch.Tensor] = {}
+            for each, owner in zip(self._bindings, owners, strict=True):
+                if each.source is not None:
+                    kind, index = each.source
+                    new = moved[index] if kind == "moved" else made.get(index)
+                    if new is None:
+                        new = made[index] = tensor_io.tensor_over(computed[index - self._recorded.overwritten])
+                    if kind == "computed" and each.geometry is not None:
+                        new = tensor_io.new_view(new, *each.geometry)
+                    _bind(owner, new)
+        return (self._finish(shown, computed),)
 
-    def _fill(self, arguments: Sequence[Buffer], floats: Iterable[float]) -> list[Buffer] | None:
+    def recorded_result(self, arguments: list[torch.Tensor], after: Snapshot) -> Any:
+        """What the recorded call returns: as a replay does, so that nothing of its own is left.
+
+        Args:
+            arguments: tensor arguments.
+            after: the snapshot after the call.
+        """
+        tensors = [*arguments, *(each.tensor for each in after.tensors)]
+        computed = [each.buffer() or Buffer(each.spec) for each in self._computed]
+        copies = [Buffer(each.spec, array=each.array) for each in computed]
+        return self._finish({position: tensors[position] for position in self._shown}, copies)
+
+    def _finish(self, shown: Mapping[int, torch.Tensor], computed: list[Buffer]) -> Any:
+        returned = {index: self._tensor(index, computed[index]) for index in self._returned}
+        items = [result(shown, returned) for result in self._results]
+        return items[0] if self._structure is None else tree_unflatten(items, self._structure)
+
+    def _fill(self, state: Snapshot, owners: list[Any]) -> list[Buffer] | None:
         """Writes the call to the empty trace; returns the buffers of what it computes.
 
         A separate function: a variable that holds a parameter at the flush would count as a tensor that does.
         """
-        recorded, found = self._recorded, [source(arguments) for source in self._sources]
+        recorded = self._recorded
+        found = [_input(each, held, state) for each, held in zip(recorded.sources, recorded.held, strict=True)]
         parameters = [buffer for buffer in found if buffer is not None]
         if len(parameters) < len(found) or not _all_written(parameters):
             return None
-        computed = [_buffer(target, arguments) for target in self._computed]
+        computed = [_output(target, state) for target in self._computed]
         for buffer, target in zip(computed, self._computed, strict=True):
             buffer.number = target.number
-            if target.is_new:
-                buffer.array = None  # the program may use the old value's memory
+        floats = list(recorded.floats)
+        for index, number in self._floats:
+            floats[index] = state.numbers[number]
+        state.release()
+        for at in self._unbound:
+            _bind(owners[at], None)
+        del found
         _unshare([parameters[slot] for slot in recorded.donated])
         for buffer, number in zip(parameters, recorded.final_numbers, strict=True):
             buffer.number = number
@@ -139,31 +206,88 @@ class Replay:
         trace.streams.extend((seed, offset + at) if s is None else (s, at) for s, at in self._streams)
         return computed
 
-    def results(self, tensors: list[torch.Tensor], computed: list[Buffer] | None = None) -> Any:
-        """What the call returns, as new tensors, so that no replay overwrites them.
-
-        Args:
-            tensors: tensor arguments.
-            computed: the buffers of what it computed; None for the recorded call.
-        """
-        if computed is None:
-            computed = [_buffer(target, ()) for target in self._computed]
-        returned = {position: self._tensor(position, computed[position]) for position in self._returned}
-        items = [result(tensors, returned) for result in self._results]
-        return items[0] if self._structure is None else tree_unflatten(items, self._structure)
-
-    def _tensor(self, position: int, buffer: Buffer) -> torch.Tensor:
+    def _tensor(self, index: int, buffer: Buffer) -> torch.Tensor:
         """A new tensor with a computed value."""
-        if self._computed[position].buffer() is buffer:  # an attribute has it, too
+        if index in self._kept or not self._computed[index].is_new:  # another tensor has it, too
             buffer = Buffer(buffer.spec, array=buffer.array)
         return tensor_io.tensor_over(buffer)
 
+    def _require_no_others(self) -> None:
+        """Checks that nothing but the state holds what the recorded call computed."""
+        self._checked = True
+        new = [each for index, each in enumerate(self._computed) if each.is_new and index not in self._kept]
+        if any(each.buffer() is not None for each in new):
+            gc.collect()
+        for each in new:
+            if each.buffer() is not None:
+                raise NotReplayableError(
+                    f"it keeps a tensor, {each.spec}, that it computes, in an object that is not in its state; name "
+                    "the object: compile(step, state=[...]), return the tensor, or copy it into one that exists"
+                )
 
-def _buffer(target: Target, arguments: Sequence[Buffer]) -> Buffer:
-    """The buffer that gets a value: an argument's, the one that the recorded call left, or a new one."""
-    if target.argument is not None and arguments:
-        return arguments[target.argument]
-    return target.buffer() or Buffer(target.spec)
+
+def _options(earlier: Recording, later: Recording) -> dict[int, frozenset[int]]:
+    """Which lifted floats are options of optimizers.
+
+    Raises:
+        NotReplayableError: another one has changed.
+    """
+    found: dict[int, frozenset[int]] = {}
+    names = [node.instruction.name for node in nodes(later.code) for _ in range(node.instruction.floats)]
+    for index, (old, new) in enumerate(zip(earlier.floats, later.floats, strict=True)):
+        common = earlier.numbers.get(index, frozenset()) & later.numbers.get(index, frozenset())
+        if common:
+            found[index] = common
+        elif old != new or math.isnan(new):
+            raise NotReplayableError(
+                f"Python computes {new!r} for {names[index]}, a number that changes from call to call ({old!r} "
+                "before); keep it in a tensor on the device, or pass it as one"
+            )
+    return found
+
+
+def _owner(position: int, count: int, state: Snapshot) -> Any:
+    """Where a tensor is bound: a parameter for its gradient, or a place."""
+    return state.parameters[~position] if position < 0 else state.tensors[position - count].place
+
+
+def _tensor_at(position: int, arguments: list[torch.Tensor], state: Snapshot) -> torch.Tensor | None:
+    if position < 0:
+        return state.gradients[~position]
+    count = len(arguments)
+    return arguments[position] if position < count else state.tensors[position - count].tensor
+
+
+def _bind(owner: Any, tensor: torch.Tensor | None) -> None:
+    if isinstance(owner, torch.Tensor):
+        owner.grad = tensor
+    else:
+        put(owner, tensor)
+
+
+def _at(position: int, state: Snapshot) -> Buffer | None:
+    if position >= 0:
+        return state.buffers[position]
+    gradient = state.gradients[~position]
+    return None if gradient is None else tensor_io.buffer_of(gradient)
+
+
+def _input(source: Source, held: bool, state: Snapshot) -> Buffer | None:
+    """The buffer of an input; None if it no longer exists."""
+    if isinstance(source, int):
+        buffer = _at(source, state)
+        return buffer if held or buffer is None else Buffer(buffer.spec, array=buffer.array)
+    if isinstance(source, HostValue):
+        return Buffer(source.spec, array=source.array)
+    assert isinstance(source, weakref.ref)  # noqa: S101  (the constructor refuses texts)
+    return source()
+
+
+def _output(target: Target, state: Snapshot) -> Buffer:
+    """The buffer that gets a value: the one at its position, one that is the same in each call, or a new one."""
+    if target.position is not None:
+        return _at(target.position, state) or Buffer(target.spec)
+    return (None if target.is_new else target.buffer()) or Buffer(target.spec)
 
 
 _array = attrgetter("array")

@@ -5,31 +5,49 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import jax
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from xla_amp.backends.step_state import StepState
-from xla_amp.lazy.capture.guards import Guards
+from xla_amp.errors import CaptureError
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute
 
 
 @contextlib.contextmanager
-def restored_state(guards: Guards) -> Iterator[None]:
+def restored_state(owners: list[Any], parameters: list[torch.Tensor]) -> Iterator[None]:
     """Restores gradients, optimizers, scalers, tensors and the random state after trial calls of a step.
 
     Args:
-        guards: of the step.
+        owners: optimizers and scalers of its state.
+        parameters: of its state.
+
+    Raises:
+        CaptureError: another optimizer is about to step.
     """
     execute.flush()
-    copies = _InputCopies()
-    state = StepState([*guards.optimizers, *guards.scalers], guards.parameters)
+    copies, state = _InputCopies(), StepState(owners, parameters)
+
+    def refuse(optimizer: Optimizer, *_: Any) -> None:
+        if not any(optimizer is each for each in owners):
+            optimizer.zero_grad()
+            raise CaptureError(
+                f"warm_up() restores the state that the step declares, and it steps another {type(optimizer).__name__}; "
+                "name it: compile(step, state=[model, optimizer])"
+            )
+
+    hook = register_optimizer_step_pre_hook(refuse)
     try:
         with execute.flush_begins.subscribed(copies.before):
             yield
             execute.flush()
     finally:
+        hook.remove()
         copies.restore()
         state.restore()
 

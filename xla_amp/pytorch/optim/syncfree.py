@@ -45,6 +45,8 @@ class _SyncFree(Optimizer):
     """Common base: the step around `_step_group`, and checkpoints that torch.optim's classes can load."""
 
     _step_supports_amp_scaling = True
+    numbers_are_inputs = True
+    """Tells captured steps that its floats go to the fused kernels as they are, as inputs of the program."""
     # A scaler sets and deletes these two. torch's scaler reads `grad_scale` with a default, so it must not be None.
     grad_scale: Tensor
     found_inf: Tensor
