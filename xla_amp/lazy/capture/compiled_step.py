@@ -252,6 +252,7 @@ def _constant(value: Any) -> tuple[Any, ...]:
     return type(value), id(value), value
 
 
+@dynamo.graph_break
 class Compiled(Generic[_Arguments, _Result]):
     """A step that is replayed once it is captured; `compile` makes it."""
 
@@ -317,7 +318,6 @@ class Compiled(Generic[_Arguments, _Result]):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    @dynamo.skip
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         # The last three see all operations, of which a replay has none.
         watched = events.decided.listeners or execute.flush_begins.listeners or torch._C._len_torch_dispatch_stack()

@@ -181,7 +181,7 @@ class Recording:
             if earlier is not None and slot < len(earlier.parameters) and earlier.parameters[slot] == reference:
                 return reference
             return (
-                f"it reads a tensor, {buffer.spec}, that is another one in each call, no argument and not in its state; "
+                f"it reads a tensor, {buffer.spec}, that is another one in each call, no argument and no state; "
                 "pass it as an argument, or name the object that holds it: compile(step, state=[...])"
             )
         if earlier is None or (isinstance(old, HostValue) and _same(old.array, buffer.array)):
@@ -268,8 +268,13 @@ class Recording:
         self._match_numbers()
 
     def _bind(
-        self, position: int, tensor: torch.Tensor | None, before: Reference | None, found: dict[Reference, int], label: str
-    ) -> bool:  # fmt: skip
+        self,
+        position: int,
+        tensor: torch.Tensor | None,
+        before: Reference | None,
+        found: dict[Reference, int],
+        label: str,
+    ) -> bool:
         """Notes what is at a position now; returns whether it is what was there before."""
         if tensor is None:
             if before is not None:

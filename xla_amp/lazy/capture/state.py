@@ -42,7 +42,7 @@ class Option(NamedTuple):
 
     group: dict[str, Any]
     name: str
-    index: int | None
+    at: int | None
     """In a tuple, such as ``betas``."""
     label: str
     owner: Optimizer
@@ -51,7 +51,7 @@ class Option(NamedTuple):
 def value_of(option: Option) -> Any:
     """The present value of an option."""
     value = option.group[option.name]
-    return value if option.index is None else value[option.index]
+    return value if option.at is None else value[option.at]
 
 
 class _Part:
@@ -117,8 +117,8 @@ class _Module(_Part):
     _spaces: tuple[dict[str, Any], ...] = ()
 
     def _now(self) -> list[Any]:
-        tables = [space[name] for space in self._spaces for name in _TABLES] + list(self._spaces)
-        return [*map(type, self.modules), *itertools.chain(*tables, *map(dict.values, tables))] if tables else []
+        tables: list[dict[Any, Any]] = [space[name] for space in self._spaces for name in _TABLES] + list(self._spaces)
+        return [*map(type, self.modules), *itertools.chain(*tables, *(table.values() for table in tables))]
 
     def _read(self) -> None:
         named = list(self.owner.named_modules())
@@ -247,7 +247,7 @@ def difference(old: Chunks, new: Chunks) -> str | None:
     pairs = ([(label, value) for chunk in chunks for label, value in zip(*chunk, strict=True)] for chunks in (old, new))
     for (before, one), (label, other) in zip(*pairs, strict=False):
         if before != label:
-            return label
+            return str(label)
         if one != other:
             return f"{label}{_change(one, other)}"
     return "which values it names"

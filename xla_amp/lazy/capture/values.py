@@ -143,7 +143,7 @@ class Reading:
 @functools.lru_cache(maxsize=1024)
 def _of_class(kind: type, names: tuple[str, ...]) -> tuple[str, ...]:
     """The names that are plain values, containers or slots of a class; reading another could run code."""
-    held = (*PLAIN, *_CONTAINERS, types.MemberDescriptorType)
+    held: Any = (*PLAIN, *_CONTAINERS, types.MemberDescriptorType)
     spaces = [vars(base) for base in kind.__mro__ if base is not object]
     return tuple(n for n in names if isinstance(next((s[n] for s in spaces if n in s), _of_class), held))
 

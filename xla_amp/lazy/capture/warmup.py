@@ -37,7 +37,7 @@ def restored_state(owners: list[Any], parameters: list[torch.Tensor]) -> Iterato
         if not any(optimizer is each for each in owners):
             optimizer.zero_grad()
             raise CaptureError(
-                f"warm_up() restores the state that the step declares, and it steps another {type(optimizer).__name__}; "
+                f"warm_up() restores the state that is declared, and the step uses another {type(optimizer).__name__}; "
                 "name it: compile(step, state=[model, optimizer])"
             )
 
