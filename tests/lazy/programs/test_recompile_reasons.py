@@ -173,7 +173,7 @@ def test_captured_steps_say_why_they_are_recorded_again(
     texts = [text for text in logged(caplog) if "captured step" in text]
     assert len(texts) == 3
     assert "argument 0 is [3]" in texts[0]
-    assert "Python changes argument 1 from 2 to 3" in texts[1]
+    assert "argument 1 is 3, 2 before" in texts[1]
     assert "Python changes scale from 2.0 to 4.0" in texts[2]
 
 

@@ -84,6 +84,9 @@ class Replay:
         """Positions that it returns."""
         self._results = [self._result(item, [*arguments, *(each.tensor for each in after.tensors)]) for item in items]
         self._checked = False
+        self._others: set[int] = set()
+        """Which of the computed values an object that is no state holds."""
+        self._earlier = [target.buffer for target in earlier.targets[earlier.overwritten :]]
 
     def _result(self, item: Any, tensors: list[torch.Tensor]) -> Result:
         if not isinstance(item, torch.Tensor):
@@ -128,7 +131,7 @@ class Replay:
             StepFailedError: the program failed, or a value was lost in a failed step.
         """
         if not self._checked:
-            self._require_no_others()
+            self._find_others()
         execute.flush()
         count = len(arguments)
         owners = [_owner(each.position, count, state) for each in self._bindings]
@@ -182,7 +185,7 @@ class Replay:
         parameters = [buffer for buffer in found if buffer is not None]
         if len(parameters) < len(found) or not _all_written(parameters):
             return None
-        computed = [_output(target, state) for target in self._computed]
+        computed = [_output(target, state, at in self._others) for at, target in enumerate(self._computed)]
         for buffer, target in zip(computed, self._computed, strict=True):
             buffer.number = target.number
         floats = list(recorded.floats)
@@ -208,21 +211,25 @@ class Replay:
 
     def _tensor(self, index: int, buffer: Buffer) -> torch.Tensor:
         """A new tensor with a computed value."""
-        if index in self._kept or not self._computed[index].is_new:  # another tensor has it, too
+        if (
+            index in self._kept or index in self._others or not self._computed[index].is_new
+        ):  # another tensor has it, too
             buffer = Buffer(buffer.spec, array=buffer.array)
         return tensor_io.tensor_over(buffer)
 
-    def _require_no_others(self) -> None:
-        """Checks that nothing but the state holds what the recorded call computed."""
+    def _find_others(self) -> None:
+        """Finds which of the computed values an object that is no state holds: it gets those of each replay, too."""
         self._checked = True
-        new = [each for index, each in enumerate(self._computed) if each.is_new and index not in self._kept]
-        if any(each.buffer() is not None for each in new):
+        loose = [at for at, each in enumerate(self._computed) if each.is_new and at not in self._kept]
+        if any(self._computed[at].buffer() is not None for at in loose):
             gc.collect()
-        for each in new:
-            if each.buffer() is not None:
+        self._others = {at for at in loose if self._computed[at].buffer() is not None}
+        for at in self._others:
+            if self._earlier[at]() is not None:
                 raise NotReplayableError(
-                    f"it keeps a tensor, {each.spec}, that it computes, in an object that is not in its state; name "
-                    "the object: compile(step, state=[...]), return the tensor, or copy it into one that exists"
+                    f"it keeps a tensor, {self._computed[at].spec}, beside the one of the call before, in an object "
+                    "that is not its state; name the object: compile(step, state=[...]), return the "
+                    "tensor, or copy it into one that exists"
                 )
 
 
@@ -283,11 +290,11 @@ def _input(source: Source, held: bool, state: Snapshot) -> Buffer | None:
     return source()
 
 
-def _output(target: Target, state: Snapshot) -> Buffer:
-    """The buffer that gets a value: the one at its position, one that is the same in each call, or a new one."""
+def _output(target: Target, state: Snapshot, shared: bool) -> Buffer:
+    """The buffer that gets a value: the one at its position, one that another object has (`shared`), or a new one."""
     if target.position is not None:
         return _at(target.position, state) or Buffer(target.spec)
-    return (None if target.is_new else target.buffer()) or Buffer(target.spec)
+    return (target.buffer() if shared or not target.is_new else None) or Buffer(target.spec)
 
 
 _array = attrgetter("array")

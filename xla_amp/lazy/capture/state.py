@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from xla_amp.lazy import private_api
-from xla_amp.lazy.capture.values import Place, Reading, Scope, Tensor
+from xla_amp.lazy.capture.values import Keys, Reading, StepNames, Tensor
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -34,10 +34,9 @@ _SILENT: Final = frozenset(
 )  # fmt: skip
 """Attributes of modules that are read otherwise, or that no step reads."""
 _OF_SCALERS: Final = ("_enabled", "_growth_factor", "_backoff_factor", "_growth_interval", "_min_scale", "_max_scale")
-_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-class Option(NamedTuple):
+class GroupNumber(NamedTuple):
     """A float among the options of an optimizer."""
 
     group: dict[str, Any]
@@ -48,13 +47,13 @@ class Option(NamedTuple):
     owner: Optimizer
 
 
-def value_of(option: Option) -> Any:
+def value_of(option: GroupNumber) -> Any:
     """The present value of an option."""
     value = option.group[option.name]
     return value if option.at is None else value[option.at]
 
 
-class _Part:
+class _StatePart:
     """What one object of the state is read as, again only after something in it was replaced.
 
     Args:
@@ -72,12 +71,12 @@ class _Part:
         self.buffers: list[Buffer] = []
         """Of the tensors in `reading`."""
         self.reading = Reading()
-        self.parameters: list[tuple[torch.Tensor, str, Place]] = []
-        self.open: list[tuple[Any, str, Place]] = []
+        self.parameters: list[tuple[torch.Tensor, str, Keys]] = []
+        self.open: list[tuple[Any, str, Keys]] = []
         """Containers and tensors on the host, which may change in place: read at each call."""
-        self.options: list[Option] = []
+        self.options: list[GroupNumber] = []
 
-    def update(self) -> _Part:
+    def update(self) -> _StatePart:
         """Reads the object if it has changed."""
         seen = self._now()
         if self._seen and len(seen) == len(self._seen) and all(map(is_, seen, self._seen)):
@@ -96,21 +95,21 @@ class _Part:
     def _read(self) -> None:
         raise NotImplementedError
 
-    def _add(self, value: Any, label: str, place: Place) -> None:
+    def _add(self, value: Any, label: str, place: Keys) -> None:
         on_host = isinstance(value, torch.Tensor) and value.device.type != DEVICE_TYPE
         if on_host or isinstance(value, dict | list | set):
             self.open.append((value, label, place))
         else:
             self.reading.add(value, label, place)
 
-    def _add_parameter(self, value: torch.Tensor | None, label: str, place: Place) -> None:
+    def _add_parameter(self, value: torch.Tensor | None, label: str, place: Keys) -> None:
         if value is not None and value.device.type == DEVICE_TYPE:
             self.parameters.append((value, label, place))
         else:
             self._add(value, label, place)
 
 
-class _Module(_Part):
+class _Module(_StatePart):
     """A module and all below it."""
 
     modules: tuple[torch.nn.Module, ...] = ()
@@ -118,7 +117,7 @@ class _Module(_Part):
 
     def _now(self) -> list[Any]:
         tables: list[dict[Any, Any]] = [space[name] for space in self._spaces for name in _TABLES] + list(self._spaces)
-        return [*map(type, self.modules), *itertools.chain(*tables, *(table.values() for table in tables))]
+        return [*map(type, self.modules), *itertools.chain(*tables, *map(dict.values, tables))]
 
     def _read(self) -> None:
         named = list(self.owner.named_modules())
@@ -140,7 +139,7 @@ class _Module(_Part):
                     self.reading.compare(hook, f"a hook of {label}")
 
 
-class _Optimizer(_Part):
+class _Optimizer(_StatePart):
     """An optimizer: options, hooks, parameters, and its state in the order of the parameters."""
 
     owner: Optimizer
@@ -151,7 +150,7 @@ class _Optimizer(_Part):
         fixed = [v for group in groups for name, v in group.items() if (id(group), name) not in floats]
         numbers = map(type, map(value_of, self.options))
         hooks = self.owner._optimizer_step_pre_hooks, self.owner._optimizer_step_post_hooks
-        tables = itertools.chain(*states, *map(dict.values, states), *map(dict.values, hooks))
+        tables = itertools.chain(*states, *(each.values() for each in (*states, *hooks)))
         return [*groups, *fixed, *numbers, *itertools.chain(*(group["params"] for group in groups)), *states, *tables]
 
     def _read(self) -> None:
@@ -178,14 +177,16 @@ class _Optimizer(_Part):
             self._add(value, label, (group, (name,)))
             return
         self.reading.compare(len(items), label)
-        self.options += [Option(group, name, index, label, self.owner) for index, _ in items]
+        self.options += [GroupNumber(group, name, index, label, self.owner) for index, _ in items]
 
 
-class _Scaler(_Part):
-    """A loss scaler, which is read at each call."""
+class _Scaler(_StatePart):
+    """A loss scaler."""
 
     def _now(self) -> list[Any]:
-        return [object()]
+        space = vars(self.owner)
+        stages = [state["stage"] for state in space["_per_optimizer_states"].values()]
+        return [*map(space.get, (*_OF_SCALERS, "_scale", "_growth_tracker")), *(space.get("_counters") or ()), *stages]
 
     def _read(self) -> None:
         space = vars(self.owner)
@@ -210,7 +211,7 @@ class Snapshot:
         self.parameters: list[torch.Tensor] = []
         """The tensors that may have a gradient."""
         self.gradients: list[torch.Tensor | None] = []
-        self.options: list[Option] = []
+        self.options: list[GroupNumber] = []
         self.numbers: list[float] = []
         """The values of `options`."""
         self.arguments: list[Buffer] = []
@@ -272,8 +273,8 @@ class State:
     """
 
     def __init__(self, step: Callable[..., Any], declared: Iterable[Any]) -> None:
-        self._scope, self._declared = Scope(step), list(declared)
-        self._parts: dict[int, _Part] = {}
+        self._scope, self._declared = StepNames(step), list(declared)
+        self._parts: dict[int, _StatePart] = {}
         self._seen: list[weakref.ref[Any]] = []
         self._joined: _Joined | None = None
 
@@ -328,7 +329,7 @@ class State:
         found.arguments = list(map(tensor_io.buffer_of, arguments))
         found.buffers = [*found.arguments, *joined.buffers, *buffers_of(reading.tensors)]
         first: dict[Buffer, int] = {}
-        hooks = list(map(_hooks, found.parameters))
+        hooks = [(each._backward_hooks, each._post_accumulate_grad_hooks) for each in found.parameters]
         found.chunks = [
             *joined.chunks,
             (reading.labels, reading.values),
@@ -351,9 +352,9 @@ class State:
         ]
         return found
 
-    def _update(self, reading: Reading) -> list[_Part]:
+    def _update(self, reading: Reading) -> list[_StatePart]:
         """The parts of the objects that were found, modules first, up to date."""
-        waiting, parts = dict(reading.objects), dict[int, _Part]()
+        waiting, parts = dict(reading.objects), dict[int, _StatePart]()
         while waiting:
             key, (label, owner) = waiting.popitem()
             part = self._parts.get(key) or next(make for kind, make in _PARTS if isinstance(owner, kind))(owner, label)
@@ -366,7 +367,7 @@ class State:
 class _Joined:
     """All parts together, with each parameter once."""
 
-    def __init__(self, parts: list[_Part]) -> None:
+    def __init__(self, parts: list[_StatePart]) -> None:
         self._readings = [part.reading for part in parts]
         self.parameters: list[torch.Tensor] = []
         self.chunks: Chunks = [(reading.labels, reading.values) for reading in self._readings]
@@ -387,7 +388,7 @@ class _Joined:
         self.buffers = [*itertools.chain(*(part.buffers for part in parts)), *self._buffers]
         self.options = [each for part in parts for each in part.options]
 
-    def holds(self, parts: list[_Part]) -> bool:
+    def holds(self, parts: list[_StatePart]) -> bool:
         """Whether this is what `parts` are now."""
         readings = [part.reading for part in parts]
         same = len(readings) == len(self._readings) and all(map(is_, readings, self._readings))

@@ -36,7 +36,7 @@ _CONTAINERS: Final = (dict, list, tuple, set, frozenset, collections.deque)
 _LIBRARIES: Final = frozenset({"torch", "jax", "jaxlib", "numpy", "xla_amp"})
 """Packages whose modules hold no value of the user."""
 
-Place: TypeAlias = tuple[Any, tuple[Any, ...]]
+Keys: TypeAlias = tuple[Any, tuple[Any, ...]]
 """Where a value is: a dict, list or cell, and the keys that lead to it from there."""
 
 
@@ -49,7 +49,7 @@ class Tensor(NamedTuple):
 
     tensor: torch.Tensor
     label: str
-    place: Place
+    place: Keys
 
 
 def plain(value: Any) -> Any:
@@ -75,7 +75,7 @@ class Reading:
         self.values.append(value)
         self.labels.append(label)
 
-    def add(self, value: Any, label: str, place: Place, named: bool = True) -> None:
+    def add(self, value: Any, label: str, place: Keys, named: bool = True) -> None:
         """Adds a value as what it is; unless `named`, its tensors and objects only."""
         kind = type(value)
         if kind in PLAIN:
@@ -92,7 +92,7 @@ class Reading:
         elif named and isinstance(value, np.ndarray | np.generic) and value.nbytes <= LARGEST:
             self.compare((value.dtype, value.shape, value.tobytes()), label)
 
-    def _tensor(self, value: torch.Tensor, label: str, place: Place, named: bool) -> None:
+    def _tensor(self, value: torch.Tensor, label: str, place: Keys, named: bool) -> None:
         if value.layout is not torch.strided:
             return
         if value.device.type == DEVICE_TYPE:
@@ -102,7 +102,7 @@ class Reading:
             memory = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
             self.compare((value.dtype, value.shape, memory.numpy().tobytes()), label)
 
-    def _container(self, value: Any, label: str, place: Place, named: bool) -> None:
+    def _container(self, value: Any, label: str, place: Keys, named: bool) -> None:
         kind = type(value)
         if len(value) > MOST:
             return
@@ -117,7 +117,7 @@ class Reading:
         for key, item in pairs:
             self.add(item, f"{label}[{key!r}]" if named else label, (holder, (*path, key)), named)
 
-    def look(self, value: Any, label: str, place: Place, names: tuple[str, ...]) -> None:
+    def look(self, value: Any, label: str, place: Keys, names: tuple[str, ...]) -> None:
         """Adds what a name is bound to; of another object its attributes: values by `names`, state by any name."""
         self.add(value, label, place)
         if type(value) in PLAIN or isinstance(value, (*STATE, *_CONTAINERS, torch.Tensor, *_NAMED[:-1])):
@@ -153,7 +153,7 @@ def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
-def put(place: Place, value: Any) -> None:
+def put(place: Keys, value: Any) -> None:
     """Binds `value` where a tensor is."""
     holder, path = place
     if isinstance(holder, types.CellType):
@@ -175,7 +175,7 @@ def _with(holder: Any, path: tuple[Any, ...], value: Any) -> Any:
     return type(holder)(*items) if hasattr(holder, "_fields") else tuple(items)
 
 
-class Scope:
+class StepNames:
     """The names of a step's own code, and what they are bound to now.
 
     Args:
@@ -208,7 +208,7 @@ class Scope:
         for label, value, place in self._bound():
             reading.look(value, label, place, self.names)
 
-    def _bound(self) -> Iterator[tuple[str, Any, Place]]:
+    def _bound(self) -> Iterator[tuple[str, Any, Keys]]:
         for label, owner in self._owners:
             yield label, owner, (None, ())
         function = self._function
