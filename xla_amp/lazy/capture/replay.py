@@ -63,10 +63,14 @@ class Replay:
         """Which lifted floats are options of optimizers: the options, which have the same value."""
         self._floats = [(index, min(options)) for index, options in self.options.items()]
         self._recorded = later
+        pairs = list(zip(later.sources, later.held, strict=True))
+        self._positions = [at if isinstance(at, int) and at >= 0 and held else None for at, held in pairs]
+        """The position of each input that is held there afterwards, too."""
+        self._special = [slot for slot, position in enumerate(self._positions) if position is None]
         self._computed = later.targets[later.overwritten :]
         dropped = dict.fromkeys(each for each in (*earlier.bindings, *later.bindings) if each.source is None)
         self._bindings = [*later.bound(), *dropped]
-        loose = {source for source, held in zip(later.sources, later.held, strict=True) if not held}
+        loose = {source for source, held in pairs if not held}
         self._unbound = [at for at, each in enumerate(self._bindings) if each.position < 0 or each.position in loose]
         """The bindings whose old tensor is let go before the program runs, which may use its memory."""
         sources = [each.source for each in self._bindings if each.source is not None]
@@ -181,7 +185,10 @@ class Replay:
         A separate function: a variable that holds a parameter at the flush would count as a tensor that does.
         """
         recorded = self._recorded
-        found = [_input(each, held, state) for each, held in zip(recorded.sources, recorded.held, strict=True)]
+        buffers = state.buffers
+        found = [None if at is None else buffers[at] for at in self._positions]
+        for slot in self._special:
+            found[slot] = _input(recorded.sources[slot], recorded.held[slot], state)
         parameters = [buffer for buffer in found if buffer is not None]
         if len(parameters) < len(found) or not _all_written(parameters):
             return None
@@ -194,7 +201,7 @@ class Replay:
         state.release()
         for at in self._unbound:
             _bind(owners[at], None)
-        del found
+        del found, buffers
         _unshare([parameters[slot] for slot in recorded.donated])
         for buffer, number in zip(parameters, recorded.final_numbers, strict=True):
             buffer.number = number
