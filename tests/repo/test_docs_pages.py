@@ -76,7 +76,7 @@ def test_the_environment_page_has_every_variable_that_the_package_names():
     named = {name for text in sources for name in re.findall(r"\bXLA_AMP_[A-Z_]*[A-Z]\b", text)}
     constants = {
         node.value
-        for node in ast.walk(ast.parse((ROOT / "xla_amp" / "config.py").read_text()))
+        for node in ast.walk(ast.parse((ROOT / "xla_amp" / "common" / "config.py").read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     read = {text for text in constants if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|RANK", text)}
