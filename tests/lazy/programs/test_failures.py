@@ -18,7 +18,7 @@ from lazy_device import array_behind
 from xla_amp import lazy as engine
 from xla_amp import lowering
 from xla_amp.errors import DeviceError, MissingLoweringError, StepFailedError, XlaAmpError
-from xla_amp.lazy.graph.buffer import Poisoned
+from xla_amp.lazy.graph.trace import Poisoned
 from xla_amp.lazy.programs import execute
 from xla_amp.testing import counts as counted
 

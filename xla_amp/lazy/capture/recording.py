@@ -19,9 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from xla_amp.common import events
 from xla_amp.lazy.capture.state import Snapshot, State
 from xla_amp.lazy.capture.values import NotReplayableError
-from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.tape import nodes
-from xla_amp.lazy.graph.trace import Spec, trace
+from xla_amp.lazy.graph.trace import Buffer, Spec, trace
 from xla_amp.lazy.programs import execute, recompile_reasons
 from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lazy.programs.metrics import metrics

@@ -21,9 +21,8 @@ from xla_amp.errors import StepFailedError
 from xla_amp.lazy.capture.recording import HostValue, Recording, Source, Target, first_difference, view
 from xla_amp.lazy.capture.state import Snapshot
 from xla_amp.lazy.capture.values import NotReplayableError, put
-from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.tape import nodes
-from xla_amp.lazy.graph.trace import trace
+from xla_amp.lazy.graph.trace import Buffer, Poisoned, trace
 from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE

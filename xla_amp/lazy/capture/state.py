@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from xla_amp.lazy import private_api
 from xla_amp.lazy.capture.values import Keys, Reading, StepNames, Tensor
-from xla_amp.lazy.graph.buffer import Buffer
+from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 

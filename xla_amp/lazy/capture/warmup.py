@@ -14,8 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from xla_amp.backends.step_state import StepState
 from xla_amp.errors import CaptureError
-from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.graph.trace import trace
+from xla_amp.lazy.graph.trace import Buffer, trace
 from xla_amp.lazy.programs import execute
 
 

@@ -25,8 +25,7 @@ from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes, same_values
 from xla_amp.lazy.dtypes import to_numpy
-from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.graph.trace import Instruction, Spec, assign, instruction_cache, record, trace
+from xla_amp.lazy.graph.trace import Buffer, Instruction, Spec, assign, instruction_cache, record, trace
 from xla_amp.lazy.programs import execute, pjrt
 from xla_amp.lazy.programs import mesh as meshes
 from xla_amp.lazy.programs.metrics import metrics

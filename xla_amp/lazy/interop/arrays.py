@@ -18,8 +18,7 @@ from xla_amp.common import arguments
 from xla_amp.errors import DeviceError, UnsupportedDtypeError
 from xla_amp.lazy import private_api, to_device
 from xla_amp.lazy.dtypes import TO_TORCH
-from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.graph.trace import spec
+from xla_amp.lazy.graph.trace import Buffer, spec
 from xla_amp.lazy.programs import mesh, pjrt
 from xla_amp.lazy.tensors import dlpack_import, tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE

@@ -16,8 +16,7 @@ from xla_amp.backends import base, trees
 from xla_amp.common import arguments, events
 from xla_amp.errors import CaptureError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.graph.trace import trace
+from xla_amp.lazy.graph.trace import Buffer, trace
 from xla_amp.lazy.interop.locations import Locations
 from xla_amp.lazy.programs import execute, pjrt
 from xla_amp.lazy.programs.compile import XlaProgram, build

@@ -19,9 +19,8 @@ import torch
 from xla_amp.backends.places import Place
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.tape import Position, Tape, nodes
-from xla_amp.lazy.graph.trace import Spec, add_parameter, spec, trace
+from xla_amp.lazy.graph.trace import Buffer, Poisoned, Spec, add_parameter, spec, trace
 from xla_amp.lazy.interop.locations import Locations
 from xla_amp.lazy.programs import execute, pjrt
 from xla_amp.lazy.programs.compile import Key, XlaProgram, build

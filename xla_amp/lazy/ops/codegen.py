@@ -20,8 +20,7 @@ import torch
 from xla_amp.backends import dynamo
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY
-from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.graph.trace import Family, Instruction, Spec, add_parameter, instruction_cache, spec, trace
+from xla_amp.lazy.graph.trace import Buffer, Family, Instruction, Spec, add_parameter, instruction_cache, spec, trace
 from xla_amp.lazy.ops.checks import argument_rules, shape_inference
 from xla_amp.lazy.ops.operators import functional_variant
 from xla_amp.lazy.programs import mesh

@@ -12,8 +12,7 @@ import torch
 
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.graph.trace import add_parameter, cast, conversions, record, spec, trace
+from xla_amp.lazy.graph.trace import Buffer, add_parameter, cast, conversions, record, spec, trace
 from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.ops.checks import shape_inference
 from xla_amp.lazy.ops.operators import KernelTable, on_key

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.lazy.graph.buffer import Poisoned
+from xla_amp.lazy.graph.trace import Poisoned
 from xla_amp.lazy.ops import dynamic_shape
 from xla_amp.lazy.ops.checks import argument_rules, shape_inference
 from xla_amp.lazy.ops.checks.argument_rules import EACH_CALL, ArgumentRule

@@ -17,8 +17,7 @@ from xla_amp.common import events
 from xla_amp.errors import KernelWarning, StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph import host_copies
-from xla_amp.lazy.graph.buffer import Buffer, Poisoned
-from xla_amp.lazy.graph.trace import trace
+from xla_amp.lazy.graph.trace import Buffer, Poisoned, trace
 from xla_amp.lazy.programs import (
     dynamic_ints,
     executables,

@@ -12,8 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import torch
 
-from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.graph.trace import Instruction, Spec, add_parameter, instruction_cache, record, trace
+from xla_amp.lazy.graph.trace import Buffer, Instruction, Spec, add_parameter, instruction_cache, record, trace
 from xla_amp.lazy.tensors import tensor_io
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from xla_amp.lazy.dtypes import to_torch
-from xla_amp.lazy.graph.buffer import Buffer, Poisoned
-from xla_amp.lazy.graph.trace import trace
+from xla_amp.lazy.graph.trace import Buffer, Poisoned, trace
 from xla_amp.lazy.programs import execute, memory_layout, recompile_reasons
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io

@@ -17,8 +17,7 @@ from torch.storage import UntypedStorage
 
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.graph.trace import spec, trace
+from xla_amp.lazy.graph.trace import Buffer, spec, trace
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 

@@ -12,10 +12,11 @@ import torch
 from xla_amp.backends import base
 from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import (
+    Buffer,
     Family,
     Instruction,
+    Poisoned,
     Spec,
     add_parameter,
     assign,

@@ -14,8 +14,7 @@ from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
 from xla_amp.lazy.graph import host_copies
-from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.graph.trace import Spec, spec, trace
+from xla_amp.lazy.graph.trace import Buffer, Spec, spec, trace
 from xla_amp.lazy.programs import mesh, pjrt, recompile_reasons
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.torch_integration import forks
