@@ -22,12 +22,7 @@ ENTRIES = frozenset({"autoload", "checkpoint", "device", "metrics", "syncfree", 
 # The root module is last because users enter there: it names everything, and no module inside imports it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("xla_amp.errors", "xla_amp.common.files", "xla_amp.common.renamed", "xla_amp.common.types"),
-    (
-        "xla_amp.common",
-        "xla_amp.hardware",
-        "xla_amp.precision_report",
-        "xla_amp.report",
-    ),
+    ("xla_amp.common", "xla_amp.hardware"),
     ("xla_amp.policy",),
     ("xla_amp.lowering",),
     ("xla_amp.backends",),
@@ -52,7 +47,7 @@ LOADED_BY_NAME: Mapping[str, Mapping[str, str]] = {
 # Third-party packages that a layer may load; layers not named here may load every dependency of the package.
 THIRD_PARTY: Mapping[int, frozenset[str]] = {
     0: frozenset(),
-    1: frozenset({"jinja2", "markupsafe", "rich"}),  # reports, where they are installed
+    1: frozenset({"rich"}),  # tables, where it is installed
     2: frozenset(),
     3: frozenset({"jax", "ml_dtypes", "numpy"}),
 }

@@ -10,11 +10,11 @@ import module_runs
 import numpy as np
 import pytest
 
+from xla_amp.common import units
 from xla_amp.errors import ModuleError, RuleWarning
-from xla_amp.report import units
 from xla_amp.stablehlo import io
 from xla_amp.stablehlo.passes.autocast import settings
-from xla_amp.tools.inspect import comparison, target_error
+from xla_amp.tools.inspect import comparison, conversion, target_error
 
 RNG = np.random.default_rng(0)
 X, W = (scale * RNG.standard_normal((16, 16)).astype(np.float32) for scale in (np.float32(1), np.float32(0.25)))
@@ -149,7 +149,7 @@ def test_a_program_with_a_symbolic_batch_has_products():
     found = target_error.convert_within(program, *settings(None, None, None), samples, 1e-6)
     assert not found.found.plan
     assert found.met == (found.achieved.rounding < 1e-6)
-    (could, *_) = found.converted.report.document().findings
-    assert could.answer == "2 of 2 products and convolutions"
+    (could, *_) = conversion.page(found.converted.report).sections
+    assert could.text == "2 of 2 products and convolutions"
     whys = [each.why for each in found.converted.report.operations if each.product]
     assert [why.partition(" the results")[0] for why in whys] == ["target error: with nothing else in bfloat16"] * 2

@@ -9,7 +9,6 @@ import pytest
 from source_tree import ROOT, modules
 
 SHARED = {
-    **dict.fromkeys(("Cell", "State", "Table"), "Parts of a report: `xla_amp.report`, which leaves, and `Page`."),
     "Generator": "torch.Generator: the lazy device's, and torch's own with a metaclass that accepts both.",
     "Metrics": "Counters of an engine: the protocol, and the lazy device's.",
     "Monitor": "What `monitor` of a front returns.",

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 from xla_amp.errors import FileError, MissingLibraryError
 
 if TYPE_CHECKING:
-    from xla_amp.report.document import Document
     from xla_amp.stablehlo.program import Program
+    from xla_amp.tools.explain.page import Page
 
 TIMED_OUT: Final = 124
 """Exit status of a command that ran longer than ``--timeout``, as of coreutils' ``timeout``."""
@@ -189,13 +189,12 @@ def check_report(arguments: argparse.Namespace) -> None:
         raise FileError(f"--report {arguments.report}: no folder {arguments.report.parent}")
 
 
-def write_report(arguments: argparse.Namespace, document: Document) -> None:
+def write_report(arguments: argparse.Namespace, page: Page) -> None:
     """Writes the page for ``--report``; without it nothing."""
     if arguments.report is not None:
-        from xla_amp.report import page
         from xla_amp.stablehlo import io
 
-        io.write_whole(arguments.report, page.html(document).encode())
+        io.write_whole(arguments.report, page.html().encode())
 
 
 def as_json(document: Any) -> str:

@@ -52,8 +52,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     agrees = found.agrees(arguments.tolerance)
     page = found.page(f"A = {common.shown(arguments.a)}, B = {common.shown(arguments.b)}", arguments.tolerance)
     page = dataclasses.replace(page, facts={"inputs": common.given(arguments)})
-    if arguments.report is not None:
-        page.write(arguments.report)
+    common.write_report(arguments, page)
     if arguments.json:
         return common.as_json({"agrees": agrees, "tolerance": arguments.tolerance, **found.to_dict()}), int(not agrees)
     return page.text(), int(not agrees)

@@ -15,9 +15,9 @@ from xla_amp.errors import FileError, ModuleError, PolicyError, RuleWarning, Tar
 from xla_amp.policy import BUILTIN
 
 if TYPE_CHECKING:
-    from xla_amp.report.document import Document
     from xla_amp.stablehlo.passes.autocast import Converted
     from xla_amp.stablehlo.program import Format, Program
+    from xla_amp.tools.explain.page import Page
     from xla_amp.tools.inspect.module_tables import States
     from xla_amp.tools.inspect.target_error import Achieved
 
@@ -128,8 +128,6 @@ def _rules(given: list[tuple[str, Any]]) -> dict[str, Any] | None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
-    from xla_amp.report import page as report_page
-    from xla_amp.report import terminal
     from xla_amp.stablehlo import constants, io, samples
     from xla_amp.tools.inspect import inspection
 
@@ -155,15 +153,15 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
             f"({achieved.rounding:.2g} by one rounding of the samples); {arguments.output} is not written"
         )
     states = {"before": inspection.inspect(program), "after": inspection.inspect(converted.program)}
-    document = _document(arguments, converted, states, program, kind)
+    page = _page(arguments, converted, states, program, kind)
     if achieved is not None:
-        document = _with_error(document, arguments, achieved)
-    page = None if arguments.report is None else report_page.html(document)
+        page = _with_error(page, arguments, achieved)
+    written = None if arguments.report is None else page.html()
     _write(converted.program, arguments.output, kind)  # last: everything else that may fail has been done
-    if page is not None:
-        io.write_whole(arguments.report, page.encode())
+    if written is not None:
+        io.write_whole(arguments.report, written.encode())
     if not arguments.json:
-        return terminal.text(document), 0
+        return page.text(), 0
     plain = {
         "input": common.shown(arguments.source),
         "output": _output(arguments),
@@ -213,10 +211,10 @@ def _convert(
         return converted, None
 
 
-def _with_error(document: Document, arguments: argparse.Namespace, achieved: Achieved) -> Document:
-    """The report with the achieved error first; a warning if it is large."""
-    from xla_amp.report import units
-    from xla_amp.report.document import Finding
+def _with_error(page: Page, arguments: argparse.Namespace, achieved: Achieved) -> Page:
+    """The page with the achieved error first; a warning if it is large."""
+    from xla_amp.common import units
+    from xla_amp.tools.explain.page import Section
     from xla_amp.tools.inspect.comparison import NOT_JUDGED, TOLERANCE
 
     limit = arguments.target_error or TOLERANCE
@@ -233,8 +231,8 @@ def _with_error(document: Document, arguments: argparse.Namespace, achieved: Ach
     if arguments.target_error is not None:
         said += f", the target is {units.error(arguments.target_error)}"
     skipped = tuple((name, NOT_JUDGED) for name in achieved.not_judged)
-    finding = Finding("How wrong are the results?", said, "risk" if achieved.error > limit else "low", items + skipped)
-    return dataclasses.replace(document, findings=(finding, *document.findings))
+    section = Section("How wrong are the results?", said, "risk" if achieved.error > limit else "low", items + skipped)
+    return dataclasses.replace(page, sections=(section, *page.sections))
 
 
 def _write(program: Program, path: Path, kind: Format) -> None:
@@ -253,26 +251,15 @@ def _output(arguments: argparse.Namespace) -> str:
     return "standard output" if arguments.output == common.STANDARD else str(arguments.output)
 
 
-def _document(
-    arguments: argparse.Namespace, converted: Converted, states: States, program: Program, kind: str
-) -> Document:
-    from xla_amp.tools.inspect import module_tables
+def _page(arguments: argparse.Namespace, converted: Converted, states: States, program: Program, kind: str) -> Page:
+    from xla_amp.tools.inspect import conversion, module_tables
 
     names = common.shown(arguments.source), _output(arguments)
-    document = converted.report.document(f"{names[0]} ({program.source}) -> {names[1]} ({kind})")
+    page = conversion.page(converted.report, f"{names[0]} ({program.source}) -> {names[1]} ({kind})")
     signature = "kept" if arguments.keep_io else "narrowed where only low operations read or write"
-    facts = [*document.facts, ("signature", signature)]
+    facts = {**page.facts, "signature": signature}
     if program.has_vjp:
-        lost = "left out: the VJP is the old program's; for a low one export xla_amp.jax.autocast(f) from JAX"
-        facts.append(("gradient", lost))
-    return dataclasses.replace(
-        document,
-        facts=tuple(facts),
-        tables=(
-            *document.tables,
-            module_tables.contractions(states),
-            module_tables.by_dtype(states),
-            module_tables.casts(states),
-        ),
-        edges=states["after"].edges,
-    )
+        facts["gradient"] = (
+            "left out: the VJP is the old program's; for a low one export xla_amp.jax.autocast(f) from JAX"
+        )
+    return dataclasses.replace(page, facts=facts, sections=(*page.sections, *module_tables.sections(states)))

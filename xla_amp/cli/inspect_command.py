@@ -30,15 +30,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
-    from xla_amp.report import terminal
     from xla_amp.tools.inspect import inspection
 
     common.check_report(arguments)
     program = common.read(arguments.file, arguments.function)
     found = inspection.inspect(program)
-    document = found.document(f"{common.shown(arguments.file)}: {program.source}")
-    common.write_report(arguments, document)
+    page = found.page(f"{common.shown(arguments.file)}: {program.source}")
+    common.write_report(arguments, page)
     if arguments.json:
         head = {"file": common.shown(arguments.file), "format": program.source}
         return common.as_json({**head, **found.to_dict()}), 0
-    return terminal.text(document), 0
+    return page.text(), 0

@@ -22,8 +22,8 @@ _ENDS: Final = frozenset({"layer", "module", "parameter", "where"})
 """Columns whose cells say most at their end: they are cut at the left."""
 _KEPT: Final = "where"
 """The column that no terminal is too narrow for."""
-_SHORTEST: Final = 10
-"""Characters that a cut cell keeps; `_KEPT` keeps twice as many."""
+_SHORTEST: Final = {_KEPT: 20, "operation": 13}
+"""Characters that a cut cell keeps; 10 in other columns."""
 
 
 def terminal_width() -> int:
@@ -94,7 +94,7 @@ class Table:
             rows = self.shown(names)[1][:most]
             widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
             least = [
-                size if name in self.numeric else min(size, max(len(name), _SHORTEST * (1 + (name == _KEPT))))
+                size if name in self.numeric else min(size, max(len(name), _SHORTEST.get(name, 10)))
                 for size, name in zip(widths, names, strict=True)
             ]
             room = width - (3 * len(names) + 1 if draws else 2 * (len(names) - 1))

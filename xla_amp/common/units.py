@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
 _SHORT: Final = {
@@ -61,6 +62,11 @@ def error(number: float) -> str:
 def shape(sizes: tuple[int, ...]) -> str:
     """``8x128``; ``scalar``; ``?`` for a size that is not known."""
     return "x".join("?" if size < 0 else str(size) for size in sizes) or "scalar"
+
+
+def shapes(operands: Iterable[tuple[int, ...]], results: Iterable[tuple[int, ...]]) -> str:
+    """``4x8, 8x8 -> 4x8``; empty if neither is known."""
+    return " -> ".join(filter(None, (", ".join(map(shape, each)) for each in (operands, results))))
 
 
 def short(dtype: str) -> str:

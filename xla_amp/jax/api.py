@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from xla_amp.common import events
+from xla_amp.common.precision_report import PrecisionReport, SavedBytes, summarize
 from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
 from xla_amp.jax import compat, override_scope
@@ -30,7 +31,6 @@ from xla_amp.jax.modules import nnx_state
 from xla_amp.jax.value_info import arguments, arrays_of
 from xla_amp.policy import Policy, PolicyLike, effects
 from xla_amp.policy.op_catalog import is_contraction
-from xla_amp.precision_report import PrecisionReport, SavedBytes, summarize
 
 _P = ParamSpec("_P")
 _Rest = ParamSpec("_Rest")

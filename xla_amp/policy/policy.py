@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -250,11 +251,19 @@ class Policy:
         return f"Policy({self.name!r}, low={self.low!r}, layers=[{layers}])"
 
     def _repr_html_(self) -> str:
-        """Its rules as a page, for notebooks."""
-        from xla_amp.policy.policy_report import document
-        from xla_amp.report import page
+        """Its rules as a table, for notebooks; a row wins over the rows of other layers above it."""
+        from xla_amp.common.tables import Table
 
-        return page.framed(document(self))
+        table = Table(
+            columns=("operations", "cast", "layer", "why", "rule", "source", "note"),
+            rows=[
+                (", ".join(rule.operations), rule.cast, layer.layer, rule.why, rule.origin, rule.source, rule.note)
+                for layer in self.layers
+                for rule in layer.rules
+            ],
+        )
+        head = f"Policy {self.name}, low {self.low}, which may be {' or '.join(self.dtypes)}. {self.summary}"
+        return f"<p>{html.escape(head)}</p>{table._repr_html_()}"
 
     @property
     def rules(self) -> tuple[Rule, ...]:

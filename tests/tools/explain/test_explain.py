@@ -8,8 +8,8 @@ import threading
 import types
 from pathlib import Path
 
+import pages
 import pytest
-import report_pages
 import torch
 import torch.nn.functional as F
 from torch.nn.modules import module as torch_module
@@ -123,7 +123,7 @@ def test_it_says_how_much_memory_each_form_of_attention_takes():
     # Two float32 matrices of 2 x 96 x 96 are 144 KiB; a block is of all 96 rows, and has three.
     assert row["form"] == "full matrix"
     assert row["memory"] == "blocked: 240.0 KiB; full matrix: 144.0 KiB"
-    assert report.document().tables[1].rows[0].cells[-1] == row["memory"]
+    assert report.page().sections[-1].table.rows[0][-1] == row["memory"]
 
 
 def test_operations_that_the_dispatcher_does_not_meet_are_not_listed(device):
@@ -237,11 +237,11 @@ def test_the_table(report):
     assert risk.endswith("nothing that the rules know")
     assert "6 casts of operands" in casts
     assert table == (
-        "Operations:\n"
-        "count  operation  before  after  result  cast  layer    rule               casts\n"
-        "-----  ---------  ------  -----  ------  ----  -------  -----------------  -----\n"
-        "    3  mm         f32     bf16   bf16    low   builtin  tables/tpu.toml:1      6\n"
-        "1 row of integers and plumbing is left out"
+        "Operations\n"
+        "operation  count  before  after  result  cast  layer    rule\n"
+        "---------  -----  ------  -----  ------  ----  -------  -----------------\n"
+        "mm             3  f32     bf16   bf16    low   builtin  tables/tpu.toml:1\n"
+        "1 row of integers and plumbing: on the page"
     )
     assert str(ExplainReport()).startswith("0 operations under autocast\n\npolicy          none\ncasts inserted  none")
 
@@ -253,16 +253,16 @@ def test_the_page_of_a_step(device, tmp_path):
     with xla_amp.explain() as report, xla_amp.autocast(device, policy="tpu", rules=rules):
         model(x)
     report.to_html(tmp_path / "page.html")
-    page = report_pages.read((tmp_path / "page.html").read_text())
-    rows = {row["operation"].partition(".")[0]: row for row in page.rows("Operations")}
+    page = pages.read((tmp_path / "page.html").read_text())
+    rows = {row["operation"].partition(".")[0]: row for row in page.tables["Operations"]}
     linear, softmax = rows["linear"], rows["softmax"]
-    assert (linear["module"], linear["state"], linear["FLOP"]) == ("attention.query", "could", 2 * 4 * 4 * 4)
+    assert (linear["module"], linear["FLOP"], linear["bytes"]) == ("attention.query", "128 FLOP", "208 B")
     assert linear["shapes"] == "4x4, 4x4, 4 -> 4x4"
-    assert linear["bytes"] == 4 * (16 + 16 + 4 + 16)
     assert linear["where"].startswith(f"{__file__}:")
-    assert softmax["state"] == "risk", "the built-in rules keep it in float32"
-    assert rows["matmul"]["state"] == "low"
-    assert rows["mse_loss"]["state"] == "wide"
+    assert [name for name, row in rows.items() if row["state"] == "risk"] == ["softmax"]
+    assert linear["verdict"] == "float32, could be low"
+    assert (softmax["verdict"], rows["matmul"]["verdict"]) == ("low, where the built-in rules say float32", "low")
+    assert rows["mse_loss"]["verdict"] == "float32 on purpose"
     assert any("1 of 2 products and convolutions, 128 FLOP of 256 FLOP" in each for each in page.words)
 
 

@@ -10,8 +10,11 @@ import pages
 import pytest
 
 from xla_amp.common import units
+from xla_amp.common.events import DecisionRecord
 from xla_amp.common.tables import Table
 from xla_amp.errors import FileError, MissingLibraryError
+from xla_amp.tools.explain import operations, paths
+from xla_amp.tools.explain.operations import Operation
 from xla_amp.tools.explain.page import Page, Section, curve
 
 EVIL = "</details><script>alert(1)</script><b>&amp;\u2028'\""
@@ -140,3 +143,86 @@ def test_sizes(number, text):
 )
 def test_times(seconds, text):
     assert units.time(seconds) == text
+
+
+# ---- operations ------------------------------------------------------------------------------------------------------
+
+
+def operation(**fields) -> Operation:
+    row = {name: fields.pop(name) for name in ("verdict", "product", "casts") if name in fields}
+    known = {"operation": "linear", "module": "h.0", "given": ("float32",), "used": ("bfloat16",), "flops": 100}
+    known |= {"result": ("bfloat16",), "cast": "low", "layer": "builtin", "policy": "tpu", "front": "pytorch"}
+    return Operation(record=DecisionRecord(**{**known, **fields}), **{"product": True, "verdict": "low", **row})
+
+
+def test_equal_operations_of_numbered_layers_are_one_row_with_sums_and_integers_are_folded():
+    found = [operation(module=f"h.{i}", flops=flops, casts=1) for i, flops in ((0, None), (1, 100), (3, 300))]
+    found += [operation(module="h.2", verdict="risk", why="a"), operation(module="h.5", verdict="risk", why="b")]
+    found += [operation(operation="view", verdict="plumbing")]
+    page = Page("a program", sections=operations.tables(found))
+    rows, folded = (section.table.shown(section.table.columns) for section in page.sections)
+    low, risk = (dict(zip(rows[0], row, strict=True)) for row in rows[1])
+    assert (low["count"], low["module"], low["FLOP"], low["casts"]) == ("3", "h.0-1,3", "400 FLOP", "3")
+    assert (low["before"], low["after"], low["result"]) == ("f32", "bf16", "bf16")
+    assert (risk["module"], risk["FLOP"], risk["why"]) == ("h.2,5", "200 FLOP", "a; b")
+    assert page.sections[0].table.risks == {1}
+    assert "view" in folded[1][0]
+    assert "view" not in page.text()
+    assert page.text().endswith("1 row of integers and plumbing: on the page")
+
+
+def test_ten_thousand_operations_are_a_small_page():
+    found = [
+        operation(operation=f"op{i % 40}", module=f"h.{i // 200}.mlp", location=f"/home/me/model.py:{i % 200}")
+        for i in range(10_000)
+    ]
+    page = Page("a program", sections=(*operations.findings(found), *operations.tables(found)))
+    tables = pages.read(page.html()).tables
+    assert list(tables) == ["Operations"]
+    assert [(row["count"], row["module"]) for row in tables["Operations"]] == [("50", "h.0-49.mlp")] * 200
+    assert len(page.html()) < 200_000
+
+
+def test_layers_that_differ_in_two_numbers():
+    assert paths.together(["a.0.b.1", "a.0.b.2"]) == "a.0.b.1-2"
+    assert paths.together(["a.0.b.1", "a.1.b.2"]) == "a.*.b.*"
+    assert paths.pattern("layer10.0") == "layer10.*"
+
+
+@pytest.mark.parametrize(
+    ("fields", "verdict"),
+    [
+        ({"floating": False}, "plumbing"),
+        ({"cast": True, "low": True}, "cast"),
+        ({"low": True, "product": True}, "low"),
+        ({"low": True, "risky": True}, "risk"),
+        ({"product": True, "ruled": True}, "could"),
+        ({"ruled": True}, "wide"),
+        ({}, "same"),
+    ],
+)
+def test_verdicts(fields, verdict):
+    known = dict.fromkeys(("cast", "low", "product", "ruled", "risky"), False)
+    assert operations.verdict(**{"floating": True, **known, **fields}) == verdict
+    assert verdict in operations.VERDICTS
+
+
+def test_answers_name_the_most_expensive_first():
+    found = [operation(verdict="could", module=f"h.{i}", flops=10, why="a rule") for i in range(12)]
+    found += [operation(operation="conv2d", verdict="could", flops=10**6), operation(flops=80)]
+    could, risk = operations.findings(found)
+    assert could.text == "13 of 14 products and convolutions, 1 MFLOP of 1 MFLOP (100 %)"
+    assert could.items == (("conv2d", "in h.0, 1 MFLOP"), ("12 x linear", "in h.0-11, 120 FLOP, a rule"))
+    assert (could.state, risk.state, risk.text) == ("could", "low", "nothing that the rules know")
+
+
+def test_float32_on_purpose_has_its_reasons_and_is_not_what_could_be_low():
+    wide = {"verdict": "wide", "product": False, "flops": None, "used": ("float32",)}
+    found = [operation(operation="layer_norm", why="Variances cancel.", **wide) for _ in range(3)]
+    found += [operation(operation="rms_norm", why="Variances cancel.", **wide), operation(operation="exp", **wide)]
+    could, _, on_purpose = operations.findings(found)
+    assert (could.text, could.items) == ("nothing: no products", ())
+    assert on_purpose.text == "5 operations"
+    assert on_purpose.items == (("4 x layer_norm, rms_norm", "Variances cancel."), ("1 x exp", "an operand is float32"))
+    found = [operation(why=str(number), **wide) for number in range(7)]
+    assert operations.findings(found, most=5)[2].items[-1] == ("and 2 more reasons", "")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from xla_amp.common import events
+from xla_amp.common import events, units
 from xla_amp.common.events import DecisionRecord
+from xla_amp.common.tables import Table
 from xla_amp.common.types import LowDtype
-from xla_amp.policy import load
-from xla_amp.report import operations, units
-from xla_amp.report.document import Document, Finding
-from xla_amp.report.shown import Shown
 from xla_amp.stablehlo import ir, locations
 from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.cast_graph import CastNode
@@ -41,16 +39,22 @@ class OperationDecision(DecisionRecord):
 
     def row(self) -> dict[str, Any]:
         """The record as flat data."""
-        texts = {"before": self.before, "after": self.after, "result": ", ".join(self.result)}
-        ends = filter(None, (operations.shapes(self.shapes), operations.shapes(self.result_shapes)))
         names = ("operation", "function", "module", "location", "colour", "why", "cast", "layer", "product", "aten")
-        costs_and_rule = {"origin": self.origin, "flops": self.flops, "bytes": self.bytes or 0}
-        return {**{n: getattr(self, n) for n in names}, **texts, "shapes": " -> ".join(ends), **costs_and_rule}
+        return {
+            **{name: getattr(self, name) for name in names},
+            "before": self.before,
+            "after": self.after,
+            "result": ", ".join(self.result),
+            "shapes": units.shapes(self.shapes, self.result_shapes),
+            "origin": self.origin,
+            "flops": self.flops,
+            "bytes": self.bytes or 0,
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConversionReport(Shown):
-    """Decisions in program order, and the casts that they needed."""
+class ConversionReport:
+    """Decisions in program order, and the casts that they needed; ``print(report)`` shows a table."""
 
     policy: str
     low: LowDtype
@@ -83,55 +87,45 @@ class ConversionReport(Shown):
         """Summary and decisions as JSON."""
         return json.dumps({"summary": self.summary(), "operations": self.rows()}, indent=indent)
 
-    def document(self, title: str = "a StableHLO program in mixed precision") -> Document:
-        """The report for people: `xla_amp.report` writes it as a page or as text."""
-        found = [_row(each) for each in self.operations]
+    def facts(self) -> dict[str, str]:
+        """Policy and casts as text."""
         casts = ", ".join(f"{count} x {kind}" for kind, count in sorted(self.casts.items())) or "none"
-        return Document(
-            title=title,
-            kind="convert",
-            facts=(
-                ("policy", f"{self.policy}, low = {self.low}"),
-                ("casts inserted", casts),
-                ("casts folded", str(self.folded)),
-            ),
-            findings=(*operations.findings(found), *self._unconverted()),
-            tables=(operations.table(found, title="Decisions"),),
+        kept = f"{', '.join(self.unconverted)}: functions of several blocks (branches of the dialect cf)"
+        return {
+            "policy": f"{self.policy}, low = {self.low}",
+            "casts inserted": casts,
+            "casts folded": str(self.folded),
+            **({"not converted": kept} if self.unconverted else {}),
+        }
+
+    def __str__(self) -> str:
+        """The facts, and the table of decisions."""
+        width = max(map(len, self.facts()))
+        facts = "\n".join(f"{name.ljust(width)}  {fact}" for name, fact in self.facts().items())
+        return f"{facts}\n\n{self._table().text()}"
+
+    def _repr_html_(self) -> str:
+        """The same as HTML, for notebooks; ``xla-amp convert --report`` writes a page."""
+        facts = "".join(f"<p>{html.escape(f'{name}: {fact}')}</p>" for name, fact in self.facts().items())
+        return facts + self._table()._repr_html_()
+
+    def __getattr__(self, name: str) -> Any:
+        instead = "xla_amp.tools.inspect.conversion.page(report), which has write(path) and text()"
+        why = f"write {instead}" if name in ("document", "to_html") else "there is no such attribute"
+        raise AttributeError(f"ConversionReport.{name}: {why}")
+
+    def _table(self) -> Table:
+        """Decisions that are the same are one row, in order of first appearance."""
+        counts = Counter(
+            (each.operation.partition("#")[0], each.module, each.after, each.cast if each.origin else "", each.origin,
+             locations.Location(each.location).line, f"{each.colour}: {each.why}")
+            for each in self.operations
+        )  # fmt: skip
+        return Table(
+            columns=("operation", "count", "module", "runs in", "cast", "rule", "where", "why"),
+            rows=[(name, count, *cells) for (name, *cells), count in counts.items()],
+            optional=("cast", "rule"),
         )
-
-    def _unconverted(self) -> Iterator[Finding]:
-        if self.unconverted:
-            answer = "those of several blocks (branches of the dialect cf), with what is given to them"
-            items = tuple((name, "") for name in self.unconverted)
-            yield Finding("Which functions stay as they are?", answer, "could", items)
-
-
-def _row(each: OperationDecision) -> operations.Operation:
-    low, product = units.is_low(each.after), each.product
-    moves = each.colour == "clear" and not product
-    shown = dataclasses.replace(
-        each,
-        operation=each.operation.partition("#")[0],
-        location=locations.Location(each.location).line,
-        why=f"{each.colour}: {each.why}",
-    )
-    return operations.Operation(
-        record=shown,
-        product=product,
-        state=operations.state(
-            floating=not moves and each.operation not in ("argument", "result"),
-            cast=False,
-            low=low,
-            product=product,
-            ruled=each.colour in ("deny", "widest"),
-            risky=low and each.layer != "builtin" and _built_in(each.aten),
-        ),
-    )
-
-
-def _built_in(aten: str) -> bool:
-    """Whether the built-in rules keep an ATen operation in float32."""
-    return bool(aten) and load("tpu").decide(aten).cast in ("fp32", "fp32_inside", "fp32_out", "fp32_append")
 
 
 def decisions(

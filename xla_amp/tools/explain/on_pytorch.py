@@ -9,15 +9,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
-from xla_amp.common import events
+from xla_amp.common import events, units
 from xla_amp.common.events import DecisionRecord
+from xla_amp.common.precision_report import PrecisionReport, summarize
+from xla_amp.common.tables import Table
 from xla_amp.jax import primitives
 from xla_amp.policy import BUILTIN, load
 from xla_amp.policy.op_catalog import is_contraction
-from xla_amp.precision_report import PrecisionReport, summarize
-from xla_amp.report import operations, units
-from xla_amp.report.document import Column, Document, Row, Table
-from xla_amp.report.shown import Shown
+from xla_amp.tools.explain import operations
+from xla_amp.tools.explain.page import Page, Report, Section
 
 _CONVERSIONS: Final = frozenset({"_to_copy", "convert_element_type", "to"})
 """Operations that only change the dtype."""
@@ -34,7 +34,7 @@ def _is_plumbing(name: str) -> bool:
     return name in _PLUMBING or primitives.info(name).plumbing
 
 
-class ExplainReport(Shown):
+class ExplainReport(Report):
     """The operations of one `explain` block, in execution order; may be read while the block runs.
 
     ``print(report)`` shows findings and a table, `to_html` writes a page, `rows` gives dicts, `to_json` text.
@@ -96,19 +96,17 @@ class ExplainReport(Shown):
             if id(choice) not in known
         ]
 
-    def document(self) -> Document:
-        """The report for people: `xla_amp.report` writes it as a page or as text."""
+    def page(self) -> Page:
+        """The report for people."""
         found = [_operation(entry) for entry in self.records]
         summary = self.summary()
         casts = ", ".join(f"{count} x {kind}" for kind, count in summary["casts_inserted"].items()) or "none"
         policies = ", ".join(dict.fromkeys(entry.policy for entry in self.records)) or "none"
         count = summary["operations"]
-        return Document(
+        return Page(
             title=f"{count:,} operation{'' if count == 1 else 's'} under autocast",
-            kind="explain",
-            facts=(("policy", policies), ("casts inserted", casts)),
-            findings=operations.findings(found),
-            tables=(operations.table(found), *([_forms_table(forms)] if (forms := self.forms()) else [])),
+            facts={"policy": policies, "casts inserted": casts},
+            sections=(*operations.findings(found), *operations.tables(found), _forms(self.forms())),
         )
 
 
@@ -147,22 +145,15 @@ def _chosen_forms() -> tuple[Any, ...]:
     return () if library is None else library.chosen()
 
 
-def _forms_table(forms: list[dict[str, str]]) -> Table:
-    columns = (
-        Column("operation", "name"),
-        Column("call"),
-        Column("form", meaning="the first of the operation's forms without an objection"),
-        Column("why"),
-        Column("left out", meaning="forms that come before it, and why they cannot compute this call"),
-        Column("memory", meaning="temporary memory of forward and backward in each form for this platform, estimated"),
-    )
+def _forms(forms: list[dict[str, str]]) -> Section:
+    """The table of `ExplainReport.forms`."""
     names = ("operation", "call", "form", "why", "left_out", "memory")
-    return Table(
-        title="Forms of fused operations",
-        columns=columns,
-        rows=tuple(Row(tuple(form[name] for name in names)) for form in forms),
-        note="of programs that were built since the block began",
+    table = Table(
+        columns=("operation", "call", "form", "why", "left out", "memory"),
+        rows=[tuple(form[name] for name in names) for form in forms],
+        note="of programs that were built since the block began" if forms else "",
     )
+    return Section("Forms of fused operations", table=table)
 
 
 def _fields(entry: DecisionRecord) -> dict[str, str | list[str]]:
@@ -193,7 +184,7 @@ def _operation(entry: DecisionRecord) -> operations.Operation:
         record=entry,
         product=product,
         casts=casts or None,
-        state=operations.state(
+        verdict=operations.verdict(
             floating=bool(computes) and (not _is_plumbing(name) or casts > 0),
             cast=name in _CONVERSIONS,
             low=bool(computes) and all(map(units.is_low, computes)),

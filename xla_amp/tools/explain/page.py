@@ -21,7 +21,7 @@ from typing import Final, Literal, TypeAlias
 from xla_amp.common.tables import Table, terminal_width
 from xla_amp.errors import MissingLibraryError, printable, writing
 
-State: TypeAlias = Literal["risk", "could", "low", ""]
+Tone: TypeAlias = Literal["risk", "could", "low", ""]
 """Colour of a section: ``risk`` to look at, ``could`` to consider, ``low`` all is well."""
 
 
@@ -31,7 +31,7 @@ class Section:
 
     title: str
     text: str = ""
-    state: State = ""
+    state: Tone = ""
     items: Sequence[tuple[str, str]] = ()
     """(what, where or why), the most important first."""
     table: Table | None = None
@@ -53,7 +53,7 @@ class Page:
     title: str
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sections: Sequence[Section] = ()
-    state: State = ""
+    state: Tone = ""
     """``risk`` makes the title red."""
 
     def text(self, width: int | None = None, most: int = 40) -> str:

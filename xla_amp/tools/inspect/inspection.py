@@ -15,15 +15,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from xla_amp.report import operations as report_operations
-from xla_amp.report import units
-from xla_amp.report.document import Document, Edge
-from xla_amp.report.operations import Operation
-from xla_amp.report.shown import Shown
+from xla_amp.common import units
 from xla_amp.stablehlo import constants, ir, locations
 from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.passes.op_table import Structure, table, table_name
+from xla_amp.tools.explain import operations as report_operations
+from xla_amp.tools.explain.operations import Operation
+from xla_amp.tools.explain.page import Page, Report
 from xla_amp.tools.inspect import listing, module_tables
 
 
@@ -47,7 +46,7 @@ class ModuleValue(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Inspection(Shown):
+class Inspection(Report):
     """The result of `inspect`. Element types have MLIR's names: ``f32``, ``bf16``, ``i1``."""
 
     dtypes: Mapping[str, Tally]
@@ -67,30 +66,23 @@ class Inspection(Shown):
     """Bytes of the constants as stored: one element for a splat."""
     rows: tuple[Operation, ...]
     """Every operation with its layer, shapes, cost and line, for a report."""
-    edges: tuple[Edge, ...]
-    """What flows between layers."""
 
-    def document(self, title: str = "a StableHLO program") -> Document:
-        """The report for people: `xla_amp.report` writes it as a page or as text."""
-        states = {"": self}
-        return Document(
-            title=title,
-            kind="inspect",
-            facts=(
-                ("operations", f"{sum(tally.number for tally in self.dtypes.values()):,}"),
-                ("arguments", units.size(self.arguments)),
-                ("results", units.size(self.results)),
-                ("constants", units.size(self.constants)),
-            ),
-            findings=report_operations.findings(self.rows),
-            tables=(
-                report_operations.table(self.rows),
-                module_tables.contractions(states),
-                module_tables.by_dtype(states),
-                module_tables.casts(states),
+    def page(self, title: str = "a StableHLO program") -> Page:
+        """The report for people."""
+        return Page(
+            title,
+            {
+                "operations": f"{sum(tally.number for tally in self.dtypes.values()):,}",
+                "arguments": units.size(self.arguments),
+                "results": units.size(self.results),
+                "constants": units.size(self.constants),
+            },
+            (
+                *report_operations.findings(self.rows),
+                *report_operations.tables(self.rows),
+                *module_tables.sections({"": self}),
                 module_tables.largest(self),
             ),
-            edges=self.edges,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,7 +134,6 @@ def inspect(program: Any, *, largest: int = 10) -> Inspection:
             left, right = sizes.read_elements(operation)
             contractions[left, right, element] += 1
     signature = ir.signature(module)
-    rows, edges = listing.rows(module, walk(module))
     return Inspection(
         dtypes=_most_bytes_first(dtypes),
         operations={
@@ -154,8 +145,7 @@ def inspect(program: Any, *, largest: int = 10) -> Inspection:
         arguments=sum(map(sizes.size_of, signature.inputs)),
         results=sum(map(sizes.size_of, signature.outputs)),
         constants=constants,
-        rows=rows,
-        edges=edges,
+        rows=listing.rows(module, walk(module)),
     )
 
 

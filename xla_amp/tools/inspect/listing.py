@@ -1,19 +1,19 @@
-"""The operations of a module as rows of a report, and what flows between its layers."""
+"""The operations of a module as rows of a report."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, Final
 
+from xla_amp.common import units
 from xla_amp.common.events import DecisionRecord
 from xla_amp.policy import load
-from xla_amp.report import operations, units
-from xla_amp.report.document import Edge
-from xla_amp.report.operations import Operation
 from xla_amp.stablehlo import ir, locations
 from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.stablehlo.passes.op_table import Classifier, OpClass
+from xla_amp.tools.explain import operations
+from xla_amp.tools.explain.operations import Operation
 
 _CONTROL: Final = frozenset({"loop", "branch", "inline", "call", "identity", "constant"})
 """Structures that compute nothing themselves."""
@@ -21,8 +21,8 @@ _COMPUTES: Final = frozenset({"abs", "clamp", "maximum", "minimum", "negate", "s
 """Operations that do not round and are not plumbing either."""
 
 
-def rows(module: ir.MlirModule, walked: Iterator[tuple[Any, str]]) -> tuple[tuple[Operation, ...], tuple[Edge, ...]]:
-    """One row for each operation, and the values that operations of one layer give to those of another.
+def rows(module: ir.MlirModule, walked: Iterator[tuple[Any, str]]) -> tuple[Operation, ...]:
+    """One row for each operation.
 
     Args:
         module: the program.
@@ -30,27 +30,11 @@ def rows(module: ir.MlirModule, walked: Iterator[tuple[Any, str]]) -> tuple[tupl
     """
     paths = ModulePaths(module)
     classifier = Classifier(load("tpu"), paths)
-    found: list[Operation] = []
-    scopes: dict[Any, str] = {}
-    flows: dict[tuple[str, str, str], list[int]] = {}
-    seen: set[tuple[Any, str]] = set()
-    for operation, function in walked:
-        if not len(operation.results):
-            continue
-        scope = paths.of(operation, function)
-        kind = classifier.classify(operation)
-        for value in operation.operands:
-            source = scopes.get(value)
-            if source is None or source == scope or (value, scope) in seen:
-                continue
-            seen.add((value, scope))
-            flow = flows.setdefault((source, scope, ir.element(value)), [0, 0])
-            flow[0] += 1
-            flow[1] += sizes.size(value.type)
-        if kind.structure != "constant":
-            scopes.update((result, scope) for result in operation.results)
-        found.append(_row(operation, kind, scope))
-    return tuple(found), tuple(Edge(*key, number, size) for key, (number, size) in flows.items())
+    return tuple(
+        _row(operation, classifier.classify(operation), paths.of(operation, function))
+        for operation, function in walked
+        if len(operation.results)
+    )
 
 
 def _row(operation: Any, kind: OpClass, scope: str) -> Operation:
@@ -83,7 +67,7 @@ def _row(operation: Any, kind: OpClass, scope: str) -> Operation:
     return Operation(
         record=record,
         product=product,
-        state=operations.state(
+        verdict=operations.verdict(
             floating=floating or (cast and any(map(units.is_floating, (*given, *made)))),
             cast=cast,
             low=all(map(units.is_low, computes)),

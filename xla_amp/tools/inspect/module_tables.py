@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from xla_amp.report.document import Cell, Column, Row, Table
+from xla_amp.common import units
+from xla_amp.common.tables import Cell, Table
+from xla_amp.tools.explain.page import Section
 
 if TYPE_CHECKING:
     from xla_amp.tools.inspect.inspection import Inspection, Tally
@@ -16,59 +18,45 @@ States: TypeAlias = "Mapping[str, Inspection]"
 """Column title -> inspection: ``{"": ...}`` for one module, ``{"before": ..., "after": ...}`` for a conversion."""
 
 
-def by_dtype(states: States) -> Table:
-    """Operations and the bytes of their results, by dtype."""
-    dtypes = _keys(found.dtypes for found in states.values())
-    rows: list[tuple[Cell, ...]] = [
-        (dtype, *_tallies(found.dtypes.get(dtype) for found in states.values())) for dtype in dtypes
+def sections(states: States) -> tuple[Section, ...]:
+    """Contractions by the dtypes of their operands, operations by dtype, and casts."""
+    products: list[tuple[Cell, ...]] = [
+        (f"{key[0]} x {key[1]} -> {key[2]}", *(found.contractions.get(key, 0) for found in states.values()))
+        for key in _keys(found.contractions for found in states.values())
     ]
-    columns = (Column("dtype"), *_pairs("operations", states))
-    return Table(title="Operations by dtype of their result", columns=columns, rows=_rows(rows))
-
-
-def contractions(states: States) -> Table:
-    """Products and convolutions by operand dtypes."""
-    rows: list[tuple[Cell, ...]] = [
-        (
-            f"{left} x {right} -> {result}",
-            *(found.contractions.get((left, right, result), 0) for found in states.values()),
-        )
-        for left, right, result in _keys(found.contractions for found in states.values())
+    by_dtype: list[tuple[Cell, ...]] = [
+        (dtype, *_tallies(found.dtypes.get(dtype) for found in states.values()))
+        for dtype in _keys(found.dtypes for found in states.values())
     ]
-    columns = (Column("operands and result"), *(Column(_title("count", state), "count") for state in states))
-    return Table(title="Contractions", columns=columns, rows=_rows(rows))
-
-
-def casts(states: States) -> Table:
-    """Conversions between dtypes."""
-    kinds = _keys(found.casts for found in states.values())
-    rows: list[tuple[Cell, ...]] = [
-        (f"{kind[0]} -> {kind[1]}", *_tallies(found.casts.get(kind) for found in states.values())) for kind in kinds
+    casts: list[tuple[Cell, ...]] = [
+        (f"{kind[0]} -> {kind[1]}", *_tallies(found.casts.get(kind) for found in states.values()))
+        for kind in _keys(found.casts for found in states.values())
     ]
-    return Table(title="Casts", columns=(Column("from and to"), *_pairs("count", states)), rows=_rows(rows))
+    counts = tuple(_title("count", state) for state in states)
+    return (
+        Section("Contractions", table=Table(columns=("operands and result", *counts), rows=products)),
+        _with_bytes("Operations by dtype of their result", ("dtype", "operations"), states, by_dtype),
+        _with_bytes("Casts", ("from and to", "count"), states, casts),
+    )
 
 
-def largest(found: Inspection) -> Table:
+def largest(found: Inspection) -> Section:
     """The largest values."""
-    columns = (Column("type"), Column("bytes", "bytes"), Column("of"), Column("in"), Column("from"))
-    rows = [Row((value.type, value.bytes, value.name, value.function, value.location)) for value in found.largest]
-    return Table(title="Largest values", columns=columns, rows=tuple(rows))
+    rows = [(each.type, units.size(each.bytes), each.name, each.function, each.location) for each in found.largest]
+    return Section(
+        "Largest values", table=Table(columns=("type", "bytes", "of", "in", "where"), rows=rows, right=("bytes",))
+    )
 
 
-def _pairs(word: str, states: States) -> list[Column]:
-    return [
-        column
-        for state in states
-        for column in (Column(_title(word, state), "count"), Column(_title("bytes", state), "bytes"))
-    ]
+def _with_bytes(title: str, names: tuple[str, str], states: States, rows: list[tuple[Cell, ...]]) -> Section:
+    """A table with a number and its bytes for each state."""
+    sizes = tuple(_title("bytes", state) for state in states)
+    pairs = (name for state, size in zip(states, sizes, strict=True) for name in (_title(names[1], state), size))
+    return Section(title, table=Table(columns=(names[0], *pairs), rows=rows, right=sizes))
 
 
-def _tallies(found: Iterable[Tally | None]) -> list[int]:
-    return [number for tally in found for number in (tally or (0, 0))]
-
-
-def _rows(cells: Iterable[tuple[Cell, ...]]) -> tuple[Row, ...]:
-    return tuple(Row(each) for each in cells)
+def _tallies(found: Iterable[Tally | None]) -> list[Cell]:
+    return [cell for tally in found for cell in ((tally.number, units.size(tally.bytes)) if tally else (0, "0 B"))]
 
 
 def _title(word: str, state: str) -> str:

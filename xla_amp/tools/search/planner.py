@@ -20,7 +20,7 @@ from typing import Final, TypeAlias
 
 from xla_amp.common import progress
 from xla_amp.errors import SearchError
-from xla_amp.report import paths
+from xla_amp.tools.explain import paths
 from xla_amp.tools.search.candidates import Candidate
 
 Plan: TypeAlias = frozenset[str]

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from xla_amp.common import tables
 from xla_amp.common.events import DecisionRecord
+from xla_amp.common.tables import Table
 from xla_amp.common.types import LOW_DTYPES
 
 
@@ -66,25 +66,22 @@ class PrecisionReport:
     """None where there is no backward pass, or it is part of the program."""
 
     def __str__(self) -> str:
-        columns = ("count", "operation", "runs in", "scope", "where", "why")
-        lines = [
-            (str(line.count), each.operation, line.dtype, each.module, each.location, each.why)
-            for line in (*self.low, *self.float32, *self.float32_regions)
-            for each in (line.record,)
-        ]
-        totals = [list(map(str, scope)) for scope in self.scopes]
-        names = ("scope", "low", "float32", "float32 regions", "casts")
+        lines = Table(
+            columns=("count", "operation", "runs in", "scope", "where", "why"),
+            rows=[
+                (line.count, each.operation, line.dtype, each.module, each.location, each.why)
+                for line in (*self.low, *self.float32, *self.float32_regions)
+                for each in (line.record,)
+            ],
+        )
+        totals = Table(columns=("scope", "low", "float32", "float32 regions", "casts"), rows=self.scopes)
         casts = ", ".join(f"{count} x {kind}" for kind, count in self.casts.items()) or "none"
-        parts = [
-            tables.plain(columns, lines, numeric=("count",)),
-            tables.plain(names, totals, numeric=names[1:]),
-            f"casts: {casts}",
-        ]
+        parts = [lines.text(), totals.text(), f"casts: {casts}"]
         if self.saved is not None:
             parts.append(
                 f"saved for the backward pass: {self.saved.autocast} bytes, {self.saved.plain} without autocast"
             )
-        return "\n\n".join(parts)
+        return "\n\n".join(filter(None, parts))
 
 
 def summarize(

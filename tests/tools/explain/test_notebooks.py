@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import xla_amp
-from xla_amp import policy
+from xla_amp import policy, stablehlo
 from xla_amp.jax import LossScale
 
 
@@ -47,21 +47,31 @@ def test_a_search_result_is_one_line():
     assert found._repr_html_().startswith("<iframe srcdoc=")
 
 
-def test_notebooks_get_the_page():
-    page = policy.resolve("tpu")._repr_html_()
-    assert page.startswith("<iframe srcdoc=")
-    assert page.endswith("</iframe>")
-    assert "scaled_dot_product_attention" in page
-    inner = page.split('srcdoc="')[1].split('" style=')[0]
-    assert '"' not in inner  # the whole page is in the attribute
+def test_notebooks_get_tables_of_the_core_and_pages_of_tools():
+    resolved = policy.resolve("tpu", {"tanh": "fp32"})
+    rules = resolved._repr_html_()
+    assert rules.startswith("<p>Policy tpu, low bfloat16")
+    assert rules.endswith("</table>")
+    assert "scaled_dot_product_attention" in rules
+    assert rules.count("<tr>") == 1 + len(resolved.rules)
+    program = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).as_text()
+    shown = stablehlo.autocast(program).report._repr_html_()
+    assert shown.startswith("<p>policy: tpu, low = bfloat16</p>")
+    assert "<td>dot_general</td>" in shown
 
     with xla_amp.explain() as report, xla_amp.autocast("cpu", dtype=torch.bfloat16):
         torch.ones(2, 2) @ torch.ones(2, 2)
-    assert "matmul" in report._repr_html_()
+    page = report._repr_html_()
+    assert page.startswith("<iframe srcdoc=")
+    assert page.endswith("</iframe>")
+    assert "matmul" in page
+    inner = page.split('srcdoc="')[1].split('" style=')[0]
+    assert '"' not in inner  # the whole page is in the attribute
 
 
 def test_without_jinja_notebooks_get_the_text(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    page = policy.resolve("tpu")._repr_html_()
-    assert page.startswith("<pre>Policy tpu")
+    with xla_amp.explain() as report:
+        page = report._repr_html_()
+    assert page.startswith("<pre>0 operations under autocast")
     assert page.endswith("</pre>")

@@ -1,0 +1,221 @@
+"""The table of a program's operations, and the answers to the reader's questions, for every page that has them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Literal, TypeAlias
+
+from xla_amp.common import costs, units
+from xla_amp.common.events import DecisionRecord
+from xla_amp.common.tables import Cell, Table
+from xla_amp.tools.explain import paths
+from xla_amp.tools.explain.page import Section
+
+Verdict: TypeAlias = Literal["risk", "could", "low", "wide", "same", "cast", "plumbing"]
+
+VERDICTS: Final[dict[Verdict, str]] = {
+    "risk": "low, where the built-in rules say float32",
+    "could": "float32, could be low",
+    "low": "low",
+    "wide": "float32 on purpose",
+    "same": "float32, no rule",
+    "cast": "cast",
+    "plumbing": "integers, views or constants",
+}
+"""Verdict on an operation -> its words."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """An operation of the program and what a report says of it."""
+
+    record: DecisionRecord
+    verdict: Verdict
+    product: bool = False
+    """Whether it is a product, a convolution or a recurrent cell."""
+    casts: int | None = None
+    """Casts of its operands that were inserted; None is unknown."""
+
+
+_COLUMNS: Final = (
+    "operation", "count", "module", "before", "after", "result", "FLOP", "bytes", "cast", "layer", "rule", "where",
+    "casts", "shapes", "why", "source", "verdict",
+)  # fmt: skip
+_MORE: Final = ("casts", "shapes", "why", "source", "verdict")
+_OPTIONAL: Final = ("bytes", "FLOP", "layer", "cast", "before", "rule")
+
+
+def tables(operations: Iterable[Operation], title: str = "Operations") -> tuple[Section, ...]:
+    """A table of the operations in the order of the program, and a folded one of integers and plumbing."""
+    computes: list[Operation] = []
+    plumbing: list[Operation] = []
+    for each in operations:
+        (plumbing if each.verdict == "plumbing" else computes).append(each)
+    hidden = len(rows := _rows(plumbing))
+    note = f"{hidden:,} row{'' if hidden == 1 else 's'} of integers and plumbing: on the page" if hidden else ""
+    return (
+        Section(title, table=_table(_rows(computes), note)),
+        Section("Integers and plumbing", table=_table(rows), folded=True),
+    )
+
+
+def _table(rows: Sequence[Sequence[Cell]], note: str = "") -> Table:
+    return Table(
+        columns=_COLUMNS,
+        rows=rows,
+        right=("FLOP", "bytes"),
+        optional=_OPTIONAL,
+        more=_MORE,
+        risks={at for at, row in enumerate(rows) if row[-1] == VERDICTS["risk"]},
+        note=note,
+    )
+
+
+def _rows(operations: Iterable[Operation]) -> list[tuple[Cell, ...]]:
+    """One row for operations that look the same, also in layers that differ in their numbers only."""
+    groups: dict[tuple[str, ...], list[Operation]] = defaultdict(list)
+    for each in operations:
+        record = each.record
+        used = _dtypes(record.used) if record.used != record.given else ""
+        rule = (record.cast, record.layer, record.origin) if record.origin else ("", "", "")
+        dtypes = (_dtypes(record.given), used, _dtypes(record.result))
+        key = (record.operation, paths.pattern(record.module), *dtypes, *rule, record.location, each.verdict)
+        groups[key].append(each)
+    return [_row(key, alike) for key, alike in groups.items()]
+
+
+def _row(key: tuple[str, ...], alike: list[Operation]) -> tuple[Cell, ...]:
+    operation, _, *dtypes, cast, layer, rule, where, _ = key
+    records = [each.record for each in alike]
+    flops, moved = _sum(each.flops for each in records), _sum(map(costs.moved, records))
+    return (
+        operation,
+        len(alike),
+        paths.together(each.module for each in records),
+        *dtypes,
+        None if flops is None else units.flops(flops),
+        None if moved is None else units.size(moved),
+        cast,
+        layer,
+        rule,
+        where,
+        _sum(each.casts for each in alike),
+        _different(records, lambda each: units.shapes(each.shapes, each.result_shapes)),
+        _different(records, lambda each: each.why),
+        _different(records, lambda each: each.source),
+        VERDICTS[alike[0].verdict],
+    )
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) if known else None
+
+
+def _different(records: Iterable[DecisionRecord], text: Callable[[DecisionRecord], str]) -> str:
+    return "; ".join(filter(None, dict.fromkeys(map(text, records))))
+
+
+def _dtypes(names: Iterable[str]) -> str:
+    """The different ones: ``bf16, f32``."""
+    return ", ".join(dict.fromkeys(map(units.short, names)))
+
+
+def verdict(*, floating: bool, cast: bool, low: bool, product: bool, ruled: bool, risky: bool) -> Verdict:
+    """The verdict on one operation.
+
+    Args:
+        floating: whether it has a floating-point operand or result.
+        cast: whether it only changes the dtype.
+        low: whether it computes in a low dtype.
+        product: whether it is a product, a convolution or a recurrent cell.
+        ruled: whether a rule asks for float32, or it got a low operand.
+        risky: whether the built-in rules keep such an operation in float32.
+    """
+    if not floating:
+        return "plumbing"
+    if cast:
+        return "cast"
+    if low:
+        return "risk" if risky else "low"
+    if product:
+        return "could"
+    return "wide" if ruled else "same"
+
+
+def findings(operations: Sequence[Operation], *, most: int = 5) -> tuple[Section, ...]:
+    """What runs in float32 that could be low, what runs low that should not, and what is float32 for which reason."""
+    could = [each for each in operations if each.verdict == "could"]
+    risk = [each for each in operations if each.verdict == "risk"]
+    total = sum(each.record.flops or 0 for each in operations)
+    cost = sum(each.record.flops or 0 for each in could)
+    found = []
+    if could:
+        answer = f"{len(could)} of {_products(operations)} products and convolutions"
+        if total and cost:
+            answer += f", {units.flops(cost)} of {units.flops(total)} ({100 * cost / total:.3g} %)"
+    else:
+        answer = "nothing: every product and convolution runs low" if _products(operations) else "nothing: no products"
+    question = "What runs in float32 that could be low?"
+    found.append(Section(question, answer, "could" if could else "low", _largest(could, most)))
+    answer = f"{_number(risk)} that the built-in rules keep in float32" if risk else "nothing that the rules know"
+    found.append(Section("What runs low that should not?", answer, "risk" if risk else "low", _largest(risk, most)))
+    if wide := [each for each in operations if each.verdict == "wide"]:
+        found.append(Section("What is float32 on purpose, and why?", _number(wide), items=_reasons(wide, most)))
+    casts = sum(each.casts or 0 for each in operations)
+    if casts:
+        scopes: dict[str, list[str]] = defaultdict(list)
+        where = Counter[str]()
+        for each in operations:
+            if each.casts:
+                where[paths.pattern(each.record.module)] += each.casts
+                scopes[paths.pattern(each.record.module)].append(each.record.module)
+        items = tuple(
+            (f"{count:,}", f"in {paths.together(scopes[scope])}" if scope else "outside layers")
+            for scope, count in where.most_common(most)
+        )
+        found.append(Section("Where are the casts?", f"{casts:,} casts of operands", items=items))
+    return tuple(found)
+
+
+def _number(operations: Sequence[Operation]) -> str:
+    return f"{len(operations)} operation{'' if len(operations) == 1 else 's'}"
+
+
+def _products(operations: Iterable[Operation]) -> int:
+    return sum(each.product for each in operations)
+
+
+def _reasons(operations: Iterable[Operation], most: int) -> tuple[tuple[str, str], ...]:
+    """Operations with the reason for their dtype, the most frequent reasons first."""
+    named: dict[str, list[str]] = defaultdict(list)
+    for each in operations:
+        named[each.record.why or "an operand is float32"].append(each.record.operation)
+    ranked = sorted(named.items(), key=lambda item: -len(item[1]))
+    items = [(f"{len(names)} x {', '.join(dict.fromkeys(names))}", why) for why, names in ranked[:most]]
+    if len(ranked) > most:
+        items.append((f"and {len(ranked) - most} more reasons", ""))
+    return tuple(items)
+
+
+def _largest(operations: Iterable[Operation], most: int) -> tuple[tuple[str, str], ...]:
+    """The most expensive ones; equal ones of numbered layers together."""
+    groups: dict[tuple[str, str, str, str], list[Operation]] = defaultdict(list)
+    for each in operations:
+        record = each.record
+        groups[record.operation, paths.pattern(record.module), record.location, record.why].append(each)
+    ranked = sorted(
+        groups.items(), key=lambda item: -sum(each.record.flops or costs.moved(each.record) or 0 for each in item[1])
+    )
+    items = []
+    for (operation, _, where, why), alike in ranked[:most]:
+        cost = sum(each.record.flops or 0 for each in alike)
+        scope = paths.together([each.record.module for each in alike])
+        what = f"{len(alike)} x {operation}" if len(alike) > 1 else operation
+        parts = (scope and f"in {scope}", units.flops(cost) if cost else "", where, why)
+        items.append((what, ", ".join(filter(None, parts))))
+    if len(ranked) > most:
+        items.append((f"and {len(ranked) - most} more kinds", ""))
+    return tuple(items)
