@@ -44,16 +44,6 @@ def flops(number: float | None) -> str:
     return f"{number:.3g} PFLOP"
 
 
-def time(seconds: float | None) -> str:
-    """``12.3 us``."""
-    if seconds is None:
-        return "unknown"
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
-
-
 def error(number: float) -> str:
     """``3.1e-03``, and 0 as 0."""
     return "0" if number == 0 else f"{number:.1e}"

@@ -138,13 +138,6 @@ def test_sizes(number, text):
     assert units.size(number) == text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(2.0, "2 s"), (0.0123, "12.3 ms"), (8.9e-6, "8.9 us"), (5e-9, "5 ns"), (None, "unknown")]
-)
-def test_times(seconds, text):
-    assert units.time(seconds) == text
-
-
 # ---- operations ------------------------------------------------------------------------------------------------------
 
 
@@ -158,13 +151,15 @@ def operation(**fields) -> Operation:
 def test_equal_operations_of_numbered_layers_are_one_row_with_sums_and_integers_are_folded():
     found = [operation(module=f"h.{i}", flops=flops, casts=1) for i, flops in ((0, None), (1, 100), (3, 300))]
     found += [operation(module="h.2", verdict="risk", why="a"), operation(module="h.5", verdict="risk", why="b")]
+    found += [operation(operation="exp", why=why, product=False) for why in "abcde"]
     found += [operation(operation="view", verdict="plumbing")]
     page = Page("a program", sections=operations.tables(found))
     rows, folded = (section.table.shown(section.table.columns) for section in page.sections)
-    low, risk = (dict(zip(rows[0], row, strict=True)) for row in rows[1])
+    low, risk, exp = (dict(zip(rows[0], row, strict=True)) for row in rows[1])
     assert (low["count"], low["module"], low["FLOP"], low["casts"]) == ("3", "h.0-1,3", "400 FLOP", "3")
     assert (low["before"], low["after"], low["result"]) == ("f32", "bf16", "bf16")
     assert (risk["module"], risk["FLOP"], risk["why"]) == ("h.2,5", "200 FLOP", "a; b")
+    assert (exp["count"], exp["why"]) == ("5", "a; b; c; and 2 more")
     assert page.sections[0].table.risks == {1}
     assert "view" in folded[1][0]
     assert "view" not in page.text()

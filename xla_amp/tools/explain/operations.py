@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Literal, TypeAlias
 
 from xla_amp.common import costs, units
@@ -53,10 +53,10 @@ def tables(operations: Iterable[Operation], title: str = "Operations") -> tuple[
     plumbing: list[Operation] = []
     for each in operations:
         (plumbing if each.verdict == "plumbing" else computes).append(each)
-    hidden = len(rows := _rows(plumbing))
+    hidden = len(rows := list(map(_row, _alike(plumbing))))
     note = f"{hidden:,} row{'' if hidden == 1 else 's'} of integers and plumbing: on the page" if hidden else ""
     return (
-        Section(title, table=_table(_rows(computes), note)),
+        Section(title, table=_table(list(map(_row, _alike(computes))), note)),
         Section("Integers and plumbing", table=_table(rows), folded=True),
     )
 
@@ -73,38 +73,36 @@ def _table(rows: Sequence[Sequence[Cell]], note: str = "") -> Table:
     )
 
 
-def _rows(operations: Iterable[Operation]) -> list[tuple[Cell, ...]]:
-    """One row for operations that look the same, also in layers that differ in their numbers only."""
-    groups: dict[tuple[str, ...], list[Operation]] = defaultdict(list)
+def _alike(operations: Iterable[Operation]) -> list[list[Operation]]:
+    """Operations that look the same, also in layers that differ in their numbers only, in order of first appearance."""
+    groups: dict[tuple[object, ...], list[Operation]] = defaultdict(list)
     for each in operations:
-        record = each.record
-        used = _dtypes(record.used) if record.used != record.given else ""
-        rule = (record.cast, record.layer, record.origin) if record.origin else ("", "", "")
-        dtypes = (_dtypes(record.given), used, _dtypes(record.result))
-        key = (record.operation, paths.pattern(record.module), *dtypes, *rule, record.location, each.verdict)
-        groups[key].append(each)
-    return [_row(key, alike) for key, alike in groups.items()]
+        known = each.record
+        dtypes = (_dtypes(known.given), _dtypes(known.used), _dtypes(known.result))
+        rule = (known.cast, known.layer, known.origin)
+        groups[known.operation, paths.pattern(known.module), dtypes, rule, known.location, each.verdict].append(each)
+    return list(groups.values())
 
 
-def _row(key: tuple[str, ...], alike: list[Operation]) -> tuple[Cell, ...]:
-    operation, _, *dtypes, cast, layer, rule, where, _ = key
+def _row(alike: list[Operation]) -> tuple[Cell, ...]:
     records = [each.record for each in alike]
+    first = records[0]
     flops, moved = _sum(each.flops for each in records), _sum(map(costs.moved, records))
     return (
-        operation,
+        first.operation,
         len(alike),
         paths.together(each.module for each in records),
-        *dtypes,
+        _dtypes(first.given),
+        _dtypes(first.used) if first.used != first.given else "",
+        _dtypes(first.result),
         None if flops is None else units.flops(flops),
         None if moved is None else units.size(moved),
-        cast,
-        layer,
-        rule,
-        where,
+        *((first.cast, first.layer, first.origin) if first.origin else ("", "", "")),
+        first.location,
         _sum(each.casts for each in alike),
-        _different(records, lambda each: units.shapes(each.shapes, each.result_shapes)),
-        _different(records, lambda each: each.why),
-        _different(records, lambda each: each.source),
+        _different(units.shapes(each.shapes, each.result_shapes) for each in records),
+        _different(each.why for each in records),
+        _different(each.source for each in records),
         VERDICTS[alike[0].verdict],
     )
 
@@ -114,8 +112,9 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
     return sum(known) if known else None
 
 
-def _different(records: Iterable[DecisionRecord], text: Callable[[DecisionRecord], str]) -> str:
-    return "; ".join(filter(None, dict.fromkeys(map(text, records))))
+def _different(texts: Iterable[str], most: int = 3) -> str:
+    found = list(filter(None, dict.fromkeys(texts)))
+    return "; ".join(found[:most]) + (f"; and {len(found) - most} more" if len(found) > most else "")
 
 
 def _dtypes(names: Iterable[str]) -> str:
@@ -164,19 +163,8 @@ def findings(operations: Sequence[Operation], *, most: int = 5) -> tuple[Section
     found.append(Section("What runs low that should not?", answer, "risk" if risk else "low", _largest(risk, most)))
     if wide := [each for each in operations if each.verdict == "wide"]:
         found.append(Section("What is float32 on purpose, and why?", _number(wide), items=_reasons(wide, most)))
-    casts = sum(each.casts or 0 for each in operations)
-    if casts:
-        scopes: dict[str, list[str]] = defaultdict(list)
-        where = Counter[str]()
-        for each in operations:
-            if each.casts:
-                where[paths.pattern(each.record.module)] += each.casts
-                scopes[paths.pattern(each.record.module)].append(each.record.module)
-        items = tuple(
-            (f"{count:,}", f"in {paths.together(scopes[scope])}" if scope else "outside layers")
-            for scope, count in where.most_common(most)
-        )
-        found.append(Section("Where are the casts?", f"{casts:,} casts of operands", items=items))
+    if casts := sum(each.casts or 0 for each in operations):
+        found.append(Section("Where are the casts?", f"{casts:,} casts of operands", items=_casts(operations, most)))
     return tuple(found)
 
 
@@ -200,22 +188,34 @@ def _reasons(operations: Iterable[Operation], most: int) -> tuple[tuple[str, str
     return tuple(items)
 
 
-def _largest(operations: Iterable[Operation], most: int) -> tuple[tuple[str, str], ...]:
-    """The most expensive ones; equal ones of numbered layers together."""
-    groups: dict[tuple[str, str, str, str], list[Operation]] = defaultdict(list)
+def _casts(operations: Iterable[Operation], most: int) -> tuple[tuple[str, str], ...]:
+    """Numbers of casts with their layers, the largest first."""
+    numbers = Counter[str]()
+    layers: dict[str, list[str]] = defaultdict(list)
     for each in operations:
-        record = each.record
-        groups[record.operation, paths.pattern(record.module), record.location, record.why].append(each)
-    ranked = sorted(
-        groups.items(), key=lambda item: -sum(each.record.flops or costs.moved(each.record) or 0 for each in item[1])
+        if each.casts:
+            numbers[pattern := paths.pattern(each.record.module)] += each.casts
+            layers[pattern].append(each.record.module)
+    return tuple(
+        (f"{number:,}", f"in {paths.together(layers[pattern])}" if pattern else "outside layers")
+        for pattern, number in numbers.most_common(most)
     )
+
+
+def _largest(operations: Iterable[Operation], most: int) -> tuple[tuple[str, str], ...]:
+    """The most expensive ones."""
+
+    def cost(alike: list[Operation]) -> int:
+        return sum(each.record.flops or costs.moved(each.record) or 0 for each in alike)
+
+    ranked = sorted(_alike(operations), key=cost, reverse=True)
     items = []
-    for (operation, _, where, why), alike in ranked[:most]:
-        cost = sum(each.record.flops or 0 for each in alike)
-        scope = paths.together([each.record.module for each in alike])
-        what = f"{len(alike)} x {operation}" if len(alike) > 1 else operation
-        parts = (scope and f"in {scope}", units.flops(cost) if cost else "", where, why)
-        items.append((what, ", ".join(filter(None, parts))))
+    for alike in ranked[:most]:
+        records = [each.record for each in alike]
+        flops, scope = _sum(each.flops for each in records), paths.together(each.module for each in records)
+        cells = (scope and f"in {scope}", flops and units.flops(flops), records[0].location)
+        what = f"{len(alike)} x {records[0].operation}" if len(alike) > 1 else records[0].operation
+        items.append((what, ", ".join(str(cell) for cell in (*cells, _different(r.why for r in records)) if cell)))
     if len(ranked) > most:
         items.append((f"and {len(ranked) - most} more kinds", ""))
     return tuple(items)
