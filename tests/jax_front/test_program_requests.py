@@ -296,7 +296,8 @@ def test_a_product_of_one_term_names_its_reason_and_a_rule_of_the_user_acts():
     x = jnp.arange(8.0)
     (line,) = autocast(angles).report(x, x).float32
     assert "nothing is summed" in line.record.why
-    assert "nothing is summed" in " ".join(str(stablehlo.autocast(jax.jit(angles).lower(x, x)).report).split())
+    found = stablehlo.autocast(jax.jit(angles).lower(x, x)).report.operations
+    assert any("nothing is summed" in each.why for each in found)
     assert autocast(angles, rules={"linear": "low"}).report(x, x).low
     low = stablehlo.autocast(jax.jit(angles).lower(x, x), rules={"linear": "low"})
     assert low.report.casts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -32,7 +33,8 @@ def collected(*options: str) -> list[list[str]]:
     """The parts of the names of a test's rows."""
     test = "tests/lowering/linalg/test_contraction.py::test_folded_transposes"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", *options, test]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, cwd=ROOT)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, cwd=ROOT, env=environment)
     return [line.partition("[")[2].rstrip("]").split("-") for line in done.stdout.splitlines() if "::" in line]
 
 

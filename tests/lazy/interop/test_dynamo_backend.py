@@ -332,6 +332,7 @@ def test_a_whole_training_step_may_be_compiled(device, make):
 def test_entry_points_that_have_python_state_end_the_graph(device, entry):
     linear = nn.Linear(4, 4).to(device)
     captured = xla_amp.compile(lambda x: x * 3)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
 
     def function(x):
         x = x + 1
@@ -347,7 +348,7 @@ def test_entry_points_that_have_python_state_end_the_graph(device, entry):
         if entry == "override":
             with xla_amp.policy.override({"linear": "fp32"}), xla_amp.autocast(device):
                 return linear(x), 0
-        monitor = xla_amp.monitor(linear)
+        monitor = xla_amp.monitor(linear, optimizer)
         y = linear(x)
         monitor.close()
         return y, 0

@@ -65,9 +65,9 @@ class DeviceNumbers:
         if tensors:
             self._newest = weakref.ref(tensors[-1])
             with torch.no_grad():
-                found = [self._number(each.detach().abs().amax()) for each in tensors]
+                found = [self._number(each.detach().abs().max()) for each in tensors]
                 found += [self._pass[path]] if path in self._pass else []
-                self._pass[path] = torch.stack(found).amax() if len(found) > 1 else found[0]
+                self._pass[path] = torch.stack(found).max() if len(found) > 1 else found[0]
             self._returned[path] = None
 
     @torch.no_grad()
