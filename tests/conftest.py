@@ -59,16 +59,20 @@ def _rows(item: pytest.Function) -> Iterator[Hashable]:
     yield from ((name, repr(value)) for name, value in params.items())
 
 
+def _is_on_the_cpu(item: pytest.Function) -> bool:
+    return any(str(item.callspec.params.get(name)) == "cpu" for name in ("device", "where"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as ``full`` what crosses rows: of a matrix the default run has each row of each side, once.
 
-    An item whose rows have all been in an item before it is one more combination of them.
+    An item whose rows have all been in an item before it is one more combination of them.  The CPU comes last: the
+    XLA device has all rows of a test that runs on both.
     """
     seen: dict[str, set[Hashable]] = collections.defaultdict(set)
-    for item in items:
-        if not hasattr(item, "callspec") or item.get_closest_marker("full"):
-            continue
+    crossed = [item for item in items if hasattr(item, "callspec") and not item.get_closest_marker("full")]
+    for item in sorted(crossed, key=_is_on_the_cpu):
         rows = set(_rows(item))
         if rows <= seen[item.nodeid.partition("[")[0]]:
             item.add_marker("full")
@@ -126,9 +130,9 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_AMP_CACHE", "off")
 
 
-@pytest.fixture(params=["xla", "cpu"])
+@pytest.fixture(params=["cpu", "xla"])
 def device(request: pytest.FixtureRequest) -> object:
-    """The XLA device, and the CPU: the first of them has all rows in the default run."""
+    """The CPU and the XLA device, in turn."""
     import torch
 
     import xla_amp
