@@ -31,7 +31,7 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 """File of tests/pytorch/optim -> what of it is left out, and why."""
-AT_LEAST = {"test_torch_scaling.py": 20, "test_grad_scaler.py": 50, "test_syncfree.py": 50}
+AT_LEAST = {"test_torch_scaling.py": 18, "test_grad_scaler.py": 50, "test_syncfree.py": 48}
 """How many tests each has on the device: fewer mean that they were not found."""
 
 
