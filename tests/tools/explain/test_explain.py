@@ -310,8 +310,9 @@ def test_off_it_is_one_branch(monkeypatch):
         torch.mm(x, x)
 
 
-def test_the_page(capsys):
+def test_the_page(capsys, monkeypatch):
     """docs/tools.md: its Python runs, and prints what it shows."""
+    monkeypatch.setenv("COLUMNS", "120")
     page = (Path(__file__).parents[3] / "docs" / "tools.md").read_text(encoding="utf-8")
     (code, *_), (shown, *_) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "text"))
     exec(compile(code, "train.py", "exec"), {"__name__": "train"})
