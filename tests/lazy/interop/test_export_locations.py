@@ -58,8 +58,13 @@ def exported(model: Any) -> Any:
     return xla_amp.export(model, torch.ones(3, 4, device=DEVICE))
 
 
+KEPT: list[Any] = []
+"""Modules of operations that tests read: an operation does not keep its module alive."""
+
+
 def products(program: Any) -> list[Any]:
-    return [op for op in ir.operations(as_program(program).module.operation) if op.name == "stablehlo.dot_general"]
+    KEPT.append(as_program(program).module)
+    return [op for op in ir.operations(KEPT[-1].operation) if op.name == "stablehlo.dot_general"]
 
 
 def test_locations_name_modules_and_lines(exported: Any) -> None:
