@@ -98,7 +98,7 @@ def _row(alike: list[Operation]) -> tuple[Cell, ...]:
         None if flops is None else units.flops(flops),
         None if moved is None else units.size(moved),
         *((first.cast, first.layer, first.origin) if first.origin else ("", "", "")),
-        first.location,
+        paths.line(first.location),
         _sum(each.casts for each in alike),
         _different(units.shapes(each.shapes, each.result_shapes) for each in records),
         _different(each.why for each in records),
@@ -213,7 +213,7 @@ def _largest(operations: Iterable[Operation], most: int) -> tuple[tuple[str, str
     for alike in ranked[:most]:
         records = [each.record for each in alike]
         flops, scope = _sum(each.flops for each in records), paths.together(each.module for each in records)
-        cells = (scope and f"in {scope}", flops and units.flops(flops), records[0].location)
+        cells = (scope and f"in {scope}", flops and units.flops(flops), paths.line(records[0].location))
         what = f"{len(alike)} x {records[0].operation}" if len(alike) > 1 else records[0].operation
         items.append((what, ", ".join(str(cell) for cell in (*cells, _different(r.why for r in records)) if cell)))
     if len(ranked) > most:

@@ -1,4 +1,4 @@
-"""Paths of layers that differ in their numbers only: ``h.0.attn``, ``h.1.attn`` and so on are ``h.0-11.attn``."""
+"""Paths for readers: layers ``h.0.attn``, ``h.1.attn``, ... as ``h.0-11.attn``, and lines of a notebook's cells."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ import re
 from collections.abc import Iterable
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_CELL = re.compile(r".*ipykernel_\d+[/\\]\d+\.py:(\d+)")
+"""IPython's name for a line of a cell: a file that is not there, of the process."""
+
+
+def line(location: str) -> str:
+    """A line of the program; of a notebook's cell its number.
+
+    Example:
+        >>> line("train.py:7"), line("/tmp/ipykernel_932/3542202995.py:6")
+        ('train.py:7', 'cell, line 6')
+    """
+    return _CELL.sub(r"cell, line \1", location)
 
 
 def pattern(path: str) -> str:
