@@ -226,6 +226,8 @@ def _data(leaf: Any) -> jax.Array:
 
 
 def _restored(leaf: Any, value: Any) -> Any:
+    if not getattr(leaf, "committed", False):
+        value = jnp.asarray(np.asarray(value))  # Orbax commits it to a device, which JAX does not mix with a mesh
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)) if is_key else value
 
