@@ -26,6 +26,8 @@ def on_device() -> torch.Tensor:
 
 
 ROWS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: xla_amp.compile(torch.cos, strict="a"), "compile(strict=...): expected True or False, got 'a' (str)"),
+    (lambda: xla_amp.compile(torch.cos, check=1), "compile(check=...): expected True or False, got 1 (int)"),
     (lambda: xla_amp.autocast("xla", strict="x"), "autocast(strict=...): expected True or False, got 'x' (str)"),
     (lambda: xla_amp.autocast("xla", rules=3), 'expected a mapping such as {"tanh": "fp32"}, got 3 (int)'),
     (lambda: xla_amp.sync("x"), "sync(wait='x'): expected True or False"),

@@ -26,7 +26,7 @@ import torch
 from xla_amp import policy as policies
 from xla_amp.backends import base, dynamo
 from xla_amp.backends.trees import tree_flatten, tree_leaves
-from xla_amp.common import config, events, interrupts
+from xla_amp.common import arguments, config, events, interrupts
 from xla_amp.errors import CaptureError, DeviceError
 from xla_amp.lazy.capture.recording import Recording
 from xla_amp.lazy.capture.replay import Replay
@@ -121,6 +121,8 @@ def compile(
         return functools.partial(compile, state=state, strict=strict, limit=limit, check=check)
     if not callable(step):
         raise TypeError(f"compile() expects a function, got {step!r} ({type(step).__name__})")
+    arguments.require("compile(strict=...)", strict, bool, "True or False")
+    arguments.require("compile(check=...)", check, bool, "True or False")
     if limit < 1:
         raise ValueError(f"compile(limit={limit!r}): expected at least 1")
     if state is not None and (isinstance(state, STATE) or not isinstance(state, Iterable)):
