@@ -21,6 +21,11 @@ from xla_amp.backends import dynamo
 from xla_amp.policy.module_patterns import joined
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[torch.nn.Module, str]] = []
@@ -117,7 +122,7 @@ def _path(module: torch.nn.Module, parent: str) -> str:
 
 
 def _outermost(module: torch.nn.Module) -> str:
-    recomputed = torch._C._current_graph_task_id() != -1
+    recomputed = in_backward()
     top = _seen.get(module, "") if recomputed else ""
     _thread.names = {id(part): joined(top, name) for name, part in _named(module)}
     if not recomputed:

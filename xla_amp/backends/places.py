@@ -31,7 +31,7 @@ class LocatingMode(TorchDispatchMode):
         """The place of an operation that this mode is called for."""
         name = str(func).removeprefix("aten.").removesuffix(".default")
         module, location = module_paths.current(), events.user_location()
-        if torch._C._current_graph_task_id() != -1 and module is None:
+        if module_paths.in_backward() and module is None:
             self._backward_seen = True
             node = torch._C._current_autograd_node()
             made_by = self._forward.get(node._sequence_nr()) if node is not None else None

@@ -35,21 +35,21 @@ def quick_options(platform: str, flops: float) -> dict[str, bool | int]:
     return {**_QUICK, **({_EMITTERS: False} if others else {})}
 
 
-_few_runs = 0
+_few_runs: set[object] = set()
 """Open blocks of `for_few_runs`, of any thread."""
 
 
 @contextlib.contextmanager
 def for_few_runs() -> Iterator[None]:
     """Inside, a tool runs programs of the lazy device: they compile quickly and are no recompilations of the user's."""
-    global _few_runs
-    _few_runs += 1
+    block = object()
+    _few_runs.add(block)
     try:
         yield
     finally:
-        _few_runs -= 1
+        _few_runs.discard(block)
 
 
 def runs_few_times() -> bool:
     """Whether a block of `for_few_runs` is open."""
-    return _few_runs > 0
+    return bool(_few_runs)

@@ -333,7 +333,7 @@ class _OneOfSeveral:
 
 
 def _apart(tensor: torch.Tensor, collective: Callable[[torch.Tensor], Any]) -> Any:
-    """The result of a collective in a program of its own, which all processes run alike."""
+    """The result of a collective in a separate program, the same in all processes."""
     value = tensor.detach().to(xla_device())
     devices.engine().sync()
     result = collective(value)

@@ -99,11 +99,6 @@ def hooks_of_all_modules() -> list[Any]:
     return [hook for kind in kinds for hook in getattr(module, f"_global_{kind}_hooks").values()]
 
 
-def in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def register_device(name: str, module: Any, guard: Any) -> None:
     """Registers `module` as ``torch.<name>`` and the device type `name` with a kernel-less Python backend."""
     from torch.utils import backend_registration

@@ -162,7 +162,7 @@ class Replay:
         return (self._finish(shown, computed),)
 
     def recorded_result(self, arguments: list[torch.Tensor], after: Snapshot) -> Any:
-        """What the recorded call returns: as a replay does, so that nothing of its own is left.
+        """The result of the recorded call, made as a replay makes it: the step keeps no other object.
 
         Args:
             arguments: tensor arguments.

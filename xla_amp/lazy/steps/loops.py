@@ -31,6 +31,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from xla_amp.backends import module_paths
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.tape import Node, Tape
 from xla_amp.lazy.graph.trace import FIRST_LOOK, Family, instruction_of, trace
@@ -112,7 +113,7 @@ def look() -> None:
     """Ends the step if the trace is full or ends with a whole repetition, or sets the next limit."""
     if trace.count > trace.most:
         execute.flush()
-    elif execute.flush_begins.listeners or private_api.in_backward():
+    elif execute.flush_begins.listeners or module_paths.in_backward():
         _wait()
     elif trace.generation == _loop.generation and _loop.operations:
         _continue()

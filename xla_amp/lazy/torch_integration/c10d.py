@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from xla_amp.backends import module_paths
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import collectives, process_groups, processes
@@ -55,7 +56,7 @@ def _exchange(call: str, boxed: Any, collective: Callable[[_Members], None]) -> 
     group = private_api.process_group(boxed)
     members = process_groups.members(call, group)
     # The backward pass is DistributedDataParallel's.
-    in_step = private_api.in_backward() or (step_marker.is_open() and process_groups.is_ours(group))
+    in_step = module_paths.in_backward() or (step_marker.is_open() and process_groups.is_ours(group))
     if not in_step:
         step_marker.end_program()
     collective(members)

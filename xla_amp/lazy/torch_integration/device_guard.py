@@ -31,9 +31,8 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import dynamo
+from xla_amp.backends import dynamo, module_paths
 from xla_amp.common import interrupts
-from xla_amp.lazy import private_api
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
@@ -87,7 +86,7 @@ def run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         ours = any(isinstance(x, torch.Tensor) and x.device.type == DEVICE_TYPE for x in outputs)
-        if not ours or private_api.in_backward():
+        if not ours or module_paths.in_backward():
             return _run(original, outputs, *args, **kwargs)
         with _lock:
             return _run(original, outputs, *args, **kwargs)

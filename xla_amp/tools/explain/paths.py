@@ -14,7 +14,7 @@ def line(location: str) -> str:
     """A line of the program; of a notebook's cell its number.
 
     Example:
-        >>> line("train.py:7"), line("/tmp/ipykernel_932/3542202995.py:6")
+        >>> line("train.py:7"), line("ipykernel_1/20.py:6")
         ('train.py:7', 'cell, line 6')
     """
     return _CELL.sub(r"cell, line \1", location)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import base, devices
+from xla_amp.backends import base, devices, module_paths
 from xla_amp.backends.trees import tree_leaves
 from xla_amp.tools.monitor.history import StepRecord
 
@@ -56,7 +56,7 @@ class DeviceNumbers:
         """The layer at `path` has returned `output`."""
         if not (self.counts and self._model.training and torch.is_grad_enabled()):
             return
-        if torch._C._current_graph_task_id() != -1:
+        if module_paths.in_backward():
             return  # in a backward pass checkpointing computes again what was seen in the forward pass
         tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor) and each.is_floating_point()]
         tensors = [each for each in tensors if each.layout is torch.strided and each.numel()]
