@@ -151,7 +151,8 @@ def run_notebook() -> Any:
     import nbformat
 
     notebook = nbformat.read(NOTEBOOK, nbformat.current_nbformat)  # type: ignore[no-untyped-call]
-    nbclient.NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    client = nbclient.NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
+    client.execute(env={**os.environ, "COLUMNS": "120"})  # the same tables in a terminal of any width
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         outputs = [each for each in cell.get("outputs", ()) if each.get("name") != "stderr"]

@@ -31,10 +31,10 @@ def states() -> list[tuple[bool, torch.dtype]]:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_open(matrix):
-    before = states()
+    before, others = states(), list(autocast_names._thread.others)
     yield
     assert states() == before
-    assert autocast_names._thread.others == []
+    assert autocast_names._thread.others == others
 
 
 @pytest.mark.parametrize("name", ["xla", "jax"])
@@ -268,3 +268,17 @@ def test_with_and_without_torch_xla(tmp_path, installed):
     run = forked.run(program=program, environment=environment)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["torch.bfloat16", "False", "False"]
+
+
+def test_a_region_that_its_program_did_not_leave_takes_no_part_in_the_next(matrix):
+    forgotten = torch.autocast("cpu", torch.bfloat16)
+    forgotten.__enter__()
+    torch.set_autocast_enabled("cpu", False)
+    others = autocast_names._thread.others
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [other.region for other in others][:-1] == [forgotten]
+    assert [other.region for other in others] == [forgotten]
+    with torch.autocast("xla"):
+        assert (matrix @ matrix).dtype is LOW
+    forgotten.__exit__(None, None, None)
+    assert others == []

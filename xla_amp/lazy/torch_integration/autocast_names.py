@@ -6,6 +6,7 @@ another device, which casts no tensor of this one, is reported once.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from typing import Any
@@ -28,12 +29,21 @@ _UNCAST = -1
 """The position of a region of another device in which operations of this one were recorded."""
 
 
+@dataclasses.dataclass
+class Other:
+    """An open region of another device."""
+
+    region: torch.autocast
+    position: int | None
+    """Position of the trace at its start; None where a region of ours is around it."""
+
+
 class _Thread(threading.local):
     """Regions of one thread."""
 
     def __init__(self) -> None:
-        self.others: list[int | None] = []
-        """Position of the trace at the start of each open region of another device; None where ours is around it."""
+        self.others: list[Other] = []
+        """The open regions of other devices, innermost last."""
 
 
 _thread = _Thread()
@@ -46,8 +56,8 @@ def _position() -> int:
 
 def _note_uncast() -> None:
     others = _thread.others
-    if others and others[-1] not in (None, _position()):
-        others[-1] = _UNCAST
+    if others and others[-1].position not in (None, _position()):
+        others[-1].position = _UNCAST
 
 
 def _report(name: str) -> None:
@@ -74,21 +84,22 @@ def install() -> None:
             _same_state(self.device)
             _note_uncast()
         elif torch.is_autocast_enabled(self.device):
-            _thread.others.append(None if torch.is_autocast_enabled(DEVICE_TYPE) else _position())
+            _thread.others.append(Other(self, None if torch.is_autocast_enabled(DEVICE_TYPE) else _position()))
         return entered
 
     @functools.wraps(leave)
     def __exit__(self: Any, kind: Any, error: Any, traceback: Any) -> Any:
-        enabled = torch.is_autocast_enabled(self.device)
         result = leave(self, kind, error, traceback)
         others = _thread.others
         if self.device in NAMES:
             _same_state(self.device)
-            if others and others[-1] not in (None, _UNCAST):
-                others[-1] = _position()
-        elif enabled and others:
+            if others and others[-1].position not in (None, _UNCAST):
+                others[-1].position = _position()
+        elif any(other.region is self for other in others):
             _note_uncast()
-            if others.pop() is _UNCAST and kind is None:
+            while (last := others.pop()).region is not self:  # its program did not leave it
+                pass
+            if last.position == _UNCAST and kind is None:
                 _report(self.device)
         return result
 
