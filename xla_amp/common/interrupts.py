@@ -5,7 +5,7 @@ handler that raises there can leave half an operation behind.  `take_over` wraps
 wrapped handler runs at once, as before, unless the main thread
 
 * holds `lock` or runs a function marked by `deferred`: then it runs at the end of that;
-* runs C++ code that an exception would abort (`in_native_code`): then it runs at the first bytecode after it.
+* runs C++ code that an exception would abort (`in_native_code`): then the signal is raised again a moment later.
 
 So sleeping, waiting for a lock and reading from a socket end as they always do.
 """
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import _thread
-import ctypes
 import functools
 import inspect
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -28,8 +28,10 @@ from xla_amp.common import events
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-_waiting: list[tuple[Handler, int]] = []
-"""Signals that have arrived and whose handlers have not run."""
+_MOMENT = 0.002
+"""Seconds until a signal is raised again that has found the main thread in C++ code."""
+_waiting: list[tuple[Callable[[int, FrameType | None], object], int]] = []
+"""Handlers that the main thread calls once it is out of `lock` and `deferred`, and the numbers of their signals."""
 _deferring = 0
 """Calls of functions marked by `deferred` that the main thread is in."""
 
@@ -72,25 +74,24 @@ class Handler:
         if lock.held() or _deferring:
             _waiting.append((self, signum))
         elif any(in_native_code()):
-            _waiting.append((self, signum))
-            _call_between_bytecodes(_delivery)
+            _thread.start_new_thread(_raise_soon, (signum,))
         else:
             self.user(signum, frame)
 
 
+def _raise_soon(signum: int) -> None:
+    time.sleep(_MOMENT)
+    _thread.interrupt_main(signum)
+
+
 def deliver() -> None:
-    """Runs the handlers of the signals that wait, unless they must wait longer or this is not the main thread."""
-    if not _on_main_thread():
-        return
-    while _waiting and not lock.held() and not _deferring:
-        if any(in_native_code()):
-            _call_between_bytecodes(_delivery)
-            return
+    """Calls the handlers that wait, unless they must wait longer or this is not the main thread."""
+    if _waiting and _on_main_thread() and not lock.held() and not _deferring:
         handler, signum = _waiting.pop(0)
-        if _waiting:  # this one may raise
-            _call_between_bytecodes(_delivery)
-        frame = inspect.currentframe()
-        handler.user(signum, frame and frame.f_back)
+        try:
+            handler(signum, inspect.currentframe())
+        finally:
+            deliver()
 
 
 def deferred(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -116,31 +117,6 @@ def _on_main_thread() -> bool:
     return _thread.get_ident() == threading.main_thread().ident
 
 
-class _PendingCall:
-    """An object whose truth value is read between two bytecodes of the main thread, for what that does."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self.function = function
-
-    def __bool__(self) -> bool:
-        self.function()
-        return False
-
-
-_delivery = _PendingCall(deliver)
-_add_pending_call = ctypes.pythonapi.Py_AddPendingCall
-_add_pending_call.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-_is_true = ctypes.cast(ctypes.pythonapi.PyObject_IsTrue, ctypes.c_void_p)
-
-
-def _call_between_bytecodes(call: _PendingCall) -> None:
-    """Unlike handlers of signals, pending calls never run where C code asks for signals.
-
-    PyObject_IsTrue returns -1 for an exception, as a pending call does.  `call` must live for ever.
-    """
-    _add_pending_call(_is_true, id(call))
-
-
 def take_over() -> None:
     """Wraps the handlers of all signals, those that are installed later included.
 
@@ -164,20 +140,14 @@ def take_over() -> None:
 
     _signal.signal, _signal.getsignal = install_wrapped, get_unwrapped
 
-    def wrap_present() -> None:
+    def wrap_present(*_: object) -> None:
         for signum in signal.valid_signals():
             handler = get(signum)
             if callable(handler) and not isinstance(handler, Handler):
                 install(signum, Handler(handler))
 
-    if _on_main_thread():
-        wrap_present()
-    else:
-        _calls.append(_PendingCall(wrap_present))
-        _call_between_bytecodes(_calls[-1])
-
-
-_calls: list[_PendingCall] = []
+    _waiting.append((wrap_present, 0))  # only the main thread may install handlers
+    deliver()
 
 
 def _unwrapped(handler: Any) -> Any:
