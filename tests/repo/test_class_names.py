@@ -15,7 +15,6 @@ SHARED = {
     "MonitorCallback": "`xla_amp.monitor` as a callback, of Lightning and of transformers.",
     "Patch": "An attribute of a framework that its integration replaces.",
     "Read": "A value on its way to the host: the protocol, and each engine's.",
-    "Snapshot": "Values that `restore_where` of an engine selects; each engine has one.",
     "_Thread": "`threading.local` with what its file keeps for each thread.",
 }
 """Names that several files define -> their one meaning."""

@@ -124,13 +124,10 @@ class Engine(Protocol):
         """Contiguous zeros of each shape and dtype, made outside the step; None if the step must make them."""
 
     def snapshot(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """Records the current values for `restore_where`."""
+        """The values that `tensors` have now, for `select`."""
 
-    def restore_where(self, condition: torch.Tensor, tensors: Sequence[torch.Tensor], before: Any) -> None:
-        """Restores a snapshot's values where `condition` (a scalar) is not zero, without reading it.
-
-        Tensors that are not in the snapshot become zero there.
-        """
+    def select(self, found_inf: torch.Tensor, new: Sequence[torch.Tensor], old: Any) -> None:
+        """Gives `new` its values in the snapshot `old` where `found_inf` (a scalar) is not zero, without reading it."""
 
     def manual_seed(self, seed: int) -> None:
         """Seeds the device's random generator."""

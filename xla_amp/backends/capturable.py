@@ -23,14 +23,27 @@ def step_of(optimizer: Optimizer) -> Callable[[], Any] | None:
     """
     plain = initial_state.torchs_class(optimizer)
     step = _STEPS.get(plain.__name__)
-    if step is None or not initial_state.is_torchs(plain) or not _is_on_device(optimizer):
+    if step is None or not initial_state.is_torchs(plain):
+        return None
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not all(devices.is_xla(p.device.type) and p.is_floating_point() for p in parameters):
         return None
     return lambda: Optimizer.profile_hook_step(step)(optimizer)  # hooks, as torch's step has
 
 
-def _is_on_device(optimizer: Optimizer) -> bool:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return all(devices.is_xla(p.device.type) and p.is_floating_point() for p in parameters)
+def make_state(optimizer: Optimizer) -> None:
+    """Makes the state that the step of an optimizer in `_STEPS` needs, with counts on the device."""
+    initial_state.create(optimizer)
+    sparse = initial_state.torchs_class(optimizer) is torch.optim.SparseAdam
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None or (sparse and not parameter.grad.is_sparse):
+                continue
+            state = optimizer.state[parameter]
+            if sparse and not state:  # which counts in Python, and has no `_init_group`
+                state["step"], state["exp_avg"] = 0, torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(parameter.device)
 
 
 @torch.no_grad()
@@ -39,12 +52,11 @@ def adafactor(optimizer: Any) -> None:
 
     Scalars are float64 on the device, as they are in torch's Python.
     """
+    make_state(optimizer)
     for group in optimizer.param_groups:
         lists: list[list[Any]] = [[] for _ in range(6)]
         optimizer._init_group(group, *lists)
         for parameter, gradient, rows, columns, variance, step in zip(*lists, strict=True):
-            if step.device != parameter.device:
-                step = optimizer.state[parameter]["step"] = step.to(parameter.device)
             _adafactor_one(group, parameter, gradient, rows, columns, variance, step)
 
 
@@ -74,10 +86,8 @@ def _adafactor_one(
         rows.lerp_(torch.norm(gradient, dim=-1, keepdim=True).square() / gradient.size(-1), share)
         columns.lerp_(torch.norm(gradient, dim=-2, keepdim=True).square() / gradient.size(-2), share)
         estimate = (rows @ columns) / rows.mean(dim=-2, keepdim=True).clamp(min=floor)
-    elif variance is not None:
-        estimate = variance.lerp_(gradient * gradient, share)
     else:
-        raise RuntimeError(f"Adafactor: the state of a parameter {tuple(parameter.shape)} has no variance")
+        estimate = variance.lerp_(gradient * gradient, share)  # type: ignore[union-attr]  # of vectors, instead
     update = estimate.clamp(min=floor * floor).rsqrt() * gradient
     shrink = (_root_mean_square(update) / group["d"]).clamp(min=1.0)
     parameter.sub_(update * (size / shrink).to(dtype))
@@ -94,6 +104,7 @@ def sparse_adam(optimizer: Any) -> None:
 
     The count is a float32 tensor on the device, and bias corrections are formed from it in float64.
     """
+    make_state(optimizer)
     for group in optimizer.param_groups:
         beta1, beta2 = group["betas"]
         for parameter in group["params"]:
@@ -102,12 +113,6 @@ def sparse_adam(optimizer: Any) -> None:
             if not parameter.grad.is_sparse:
                 raise RuntimeError("SparseAdam does not support dense gradients, please consider Adam instead")
             state = optimizer.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-            elif not isinstance(state["step"], torch.Tensor):  # as torch counts
-                state["step"] = torch.tensor(float(state["step"]), device=parameter.device)
             _sparse_adam_one(group, parameter, parameter.grad.coalesce(), state, beta1, beta2)
 
 

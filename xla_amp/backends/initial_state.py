@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,9 @@ _without: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """`create` in a hook before a step; where the step gets a closure, after that, which computes the gradients."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None or optimizer.state or optimizer in _without or not _makes_state(optimizer):
+    if optimizer.state:
+        return None
+    if closure is None or optimizer in _without or not _makes_state(optimizer):
         return create(optimizer)
 
     def then_create() -> Any:
@@ -37,12 +38,12 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def create(optimizer: Optimizer) -> None:
-    """Makes the state that the optimizer's first step would make for parameters with a gradient, outside the step.
+    """Makes the state that parameters with a gradient lack, as the optimizer's step would, outside the step.
 
     Only for steps of torch.optim's own classes.  SGD's momentum begins as zeros, where torch begins with a copy of the
     gradient: the first step leaves the same momentum.
     """
-    if optimizer.state or optimizer in _without:
+    if optimizer in _without:
         return
     if not _makes_state(optimizer):
         return _without.add(optimizer)
@@ -53,8 +54,10 @@ def create(optimizer: Optimizer) -> None:
             init_group(group, *([] for _ in range(lists)))
             if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
                 for parameter in group["params"]:
-                    if parameter.grad is not None and not parameter.grad.is_sparse:
-                        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                    state = optimizer.state.get(parameter, {})
+                    if parameter.grad is None or parameter.grad.is_sparse or state.get("momentum_buffer") is not None:
+                        continue
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     if not optimizer.state:
         _without.add(optimizer)
     return None
@@ -88,21 +91,12 @@ class _OutsideStep(TorchDispatchMode):
         name, engine = func.overloadpacket.__name__, devices.engine()
         device = kwargs.get("device") or getattr(args[0] if args else None, "device", None)
         if device is not None and device.type == engine.DEVICE_TYPE:
-            if name in _SIZES:
+            if name in ("zeros", "zeros_like", "new_zeros"):
+                size = args[0].shape if name == "zeros_like" else args[-1]
                 dtype = kwargs.get("dtype") or getattr(args[0], "dtype", torch.get_default_dtype())
-                made = engine.zeros([(torch.Size(_SIZES[name](*args)), dtype)])
+                made = engine.zeros([(torch.Size(size), dtype)])
                 if made is not None:
                     return made[0]
             elif name == "ones":
                 return engine.to_device(func(*args, **{**kwargs, "device": "cpu"}))
         return func(*args, **kwargs)
-
-
-_SIZES: Mapping[str, Callable[..., Sequence[int]]] = MappingProxyType(
-    {
-        "zeros": lambda size, *_: size,
-        "zeros_like": lambda tensor, *_: tensor.shape,
-        "new_zeros": lambda tensor, size, *_: size,
-    }
-)
-"""The size of the zeros that an operation makes."""

@@ -24,7 +24,7 @@ def test_values_are_kept_where_the_condition_holds(device: torch.device, skip: f
         part.fill_(5)
         if cut_between:
             engine.sync()
-        engine.restore_where(condition, [x, y, part], before)
+        engine.select(condition, [x, y, part], before)
         engine.sync()
     assert counts.executions == 1 + cut_between
     assert (counts.host_syncs, counts.device_to_host) == (0, 0)
@@ -32,19 +32,6 @@ def test_values_are_kept_where_the_condition_holds(device: torch.device, skip: f
         assert (x.tolist(), y.tolist(), whole.tolist()) == ([1] * 3, [0, 1, 2, 3], [[0] * 3, [0] * 3])
     else:
         assert (x.tolist(), y.tolist(), whole.tolist()) == ([2] * 3, [0, 10, 20, 30], [[0] * 3, [5] * 3])
-
-
-def test_state_made_meanwhile_becomes_zero(device: torch.device) -> None:
-    parameter = torch.nn.Parameter(torch.ones(3).to(device))
-    optimizer = torch.optim.Adam([parameter], lr=0.1, capturable=True)
-    parameter.grad = torch.full((3,), float("inf"), device=device)
-    before = engine.snapshot([parameter])
-    optimizer.step()
-    tensors = [parameter, *optimizer.state[parameter].values()]
-    with torch.no_grad():
-        engine.restore_where(torch.ones((), device=device), tensors, before)
-    assert parameter.tolist() == [1, 1, 1]
-    assert [t.abs().sum().item() for t in tensors[1:]] == [0, 0, 0]
 
 
 def test_a_snapshot_holds_no_memory_of_its_own(device: torch.device) -> None:
@@ -55,12 +42,12 @@ def test_a_snapshot_holds_no_memory_of_its_own(device: torch.device) -> None:
     assert counts.operations == 0
     x.add_(1)
     engine.sync()
-    engine.restore_where(torch.ones((), device=device), [x], before)  # also after flushes
+    engine.select(torch.ones((), device=device), [x], before)  # also after flushes
     assert x.tolist() == [1, 1, 1]
 
 
 def test_nothing_to_restore(device: torch.device) -> None:
-    engine.restore_where(torch.ones((), device=device), [], engine.snapshot([]))
+    engine.select(torch.ones((), device=device), [], engine.snapshot([]))
 
 
 def test_the_condition_never_builds_anew(device: torch.device) -> None:
@@ -72,7 +59,7 @@ def test_the_condition_never_builds_anew(device: torch.device) -> None:
         with counted() as counts:
             before = engine.snapshot([x])
             x.add_(1)
-            engine.restore_where(condition, [x], before)
+            engine.select(condition, [x], before)
             del before
             engine.sync()
         built.append(counts.compilations)

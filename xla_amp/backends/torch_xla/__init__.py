@@ -133,34 +133,17 @@ def read_later(tensor: torch.Tensor, overwritten: bool = False) -> Read:
     return Read(tensor)
 
 
-class Snapshot:
-    """Values of tensors at one moment, recorded as copies; XLA removes those that are not needed."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = list(tensors)
-        """Keeps the tensors alive, so that their ids are not reused."""
-        self._values = {id(tensor): tensor.detach().clone() for tensor in self._tensors}
-
-    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The tensor's old value, or None if it is not in the snapshot."""
-        return self._values.get(id(tensor))
-
-
-def snapshot(tensors: Iterable[torch.Tensor]) -> Snapshot:
-    """Remembers the present values of `tensors` for `restore_where`."""
-    return Snapshot(tensors)
+def snapshot(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The present values of `tensors`, recorded as copies; XLA removes those that are not needed."""
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 @torch.no_grad()
-def restore_where(condition: torch.Tensor, tensors: Sequence[torch.Tensor], before: Snapshot) -> None:
-    """Restores the values of `before` where `condition` (a scalar) is not zero, without reading it.
-
-    Tensors that are not in the snapshot, such as optimizer state made since then, become zero there.
-    """
-    put_back = condition.reshape(()) != 0
-    for tensor in tensors:
-        old = before.value(tensor)
-        tensor.copy_(torch.where(put_back, torch.zeros_like(tensor) if old is None else old, tensor))
+def select(found_inf: torch.Tensor, new: Sequence[torch.Tensor], old: Sequence[torch.Tensor]) -> None:
+    """Gives `new` the values of `old` where `found_inf` (a scalar) is not zero, without reading it."""
+    put_back = found_inf.reshape(()) != 0
+    for tensor, value in zip(new, old, strict=True):
+        tensor.copy_(torch.where(put_back, value, tensor))
 
 
 # ---- random numbers --------------------------------------------------------------------------------------------------

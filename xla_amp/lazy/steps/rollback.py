@@ -1,4 +1,4 @@
-"""Snapshot tensors and restore them on a device condition, so that any optimizer can skip a step.
+"""Select between old and new values of tensors on a device condition, so that any optimizer can skip a step.
 
 A conditional would make the host or the device wait; old values are still in the trace, so a select costs nothing.
 """
@@ -16,59 +16,34 @@ from xla_amp.lazy.graph.trace import Buffer, Instruction, Spec, add_parameter, i
 from xla_amp.lazy.tensors import tensor_io
 
 
-class Snapshot:
-    """Values of tensors at one moment; copies nothing until a flush makes them separate arrays."""
-
-    __slots__ = ("_buffers", "_tensors")
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        with trace.lock:
-            self._tensors = list(tensors)
-            """Keeps the tensors alive, so that their ids are not reused."""
-            self._buffers: dict[int, Buffer] = {}
-            for tensor in self._tensors:
-                number, value_spec = tensor_io.read(tensor)
-                self._buffers[id(tensor)] = buffer = Buffer(value_spec, number)
-                trace.computed.append(weakref.ref(buffer))
-
-    def number(self, tensor: torch.Tensor) -> int:
-        """Number of the tensor's old value in the present trace, or -1 if the snapshot lacks it."""
-        buffer = self._buffers.get(id(tensor))
-        if buffer is None:
-            return -1
-        if buffer.number < 0:
-            return add_parameter(buffer)
-        return buffer.number
-
-
-def snapshot(tensors: Iterable[torch.Tensor]) -> Snapshot:
-    """Takes a snapshot of `tensors` (lazy device) for `restore_where`."""
-    return Snapshot(tensors)
+def snapshot(tensors: Iterable[torch.Tensor]) -> list[Buffer]:
+    """The values that `tensors` (lazy device) have now; copies nothing until a flush makes them separate arrays."""
+    with trace.lock:
+        values = [Buffer(value_spec, number) for number, value_spec in map(tensor_io.read, tensors)]
+        trace.computed.extend(map(weakref.ref, values))
+    return values
 
 
 _selects = instruction_cache()
 
 
-def restore_where(condition: torch.Tensor, tensors: Sequence[torch.Tensor], before: Snapshot) -> None:
-    """Restores every tensor to its value in `before` if `condition` (a scalar) is not zero.
+def select(found_inf: torch.Tensor, new: Sequence[torch.Tensor], old: Sequence[Buffer]) -> None:
+    """Gives the tensors `new` their values in `old`, a snapshot of as many, if `found_inf` (a scalar) is not zero.
 
-    Tensors that are not in the snapshot, such as new optimizer state, become zero.  Records one operation for all
-    tensors; nothing is read back to the host.
+    Records one operation for all of them; nothing is read back to the host.
     """
-    if not tensors:
+    if not new:
         return
     with trace.lock:
-        flag, flag_spec = tensor_io.read(condition)
-        now = [tensor_io.read(tensor) for tensor in tensors]
-        old = [before.number(tensor) for tensor in tensors]
-        specs = tuple(value_spec for _, value_spec in now)
-        known = tuple(number >= 0 for number in old)
-        key = (flag_spec, specs, known)
+        flag, flag_spec = tensor_io.read(found_inf)
+        now = [tensor_io.read(tensor) for tensor in new]
+        before = [add_parameter(buffer) if buffer.number < 0 else buffer.number for buffer in old]
+        key = flag_spec, *(value_spec for _, value_spec in now)
         instruction = _selects.get(key)
         if instruction is None:
-            instruction = _selects[key] = _instruction(specs)
-        first = record(instruction, flag, *(number for number, _ in now), *old)
-        for offset, tensor in enumerate(tensors):
+            instruction = _selects[key] = _instruction(key[1:])
+        first = record(instruction, flag, *(number for number, _ in now), *before)
+        for offset, tensor in enumerate(new):
             tensor_io.write(tensor, first + offset)
 
 
@@ -78,9 +53,6 @@ def _instruction(specs: tuple[Spec, ...]) -> Instruction:
     def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
         flag, *values = inputs
         keep = flag.reshape(()) != 0
-        return [
-            jnp.where(keep, jnp.zeros_like(new) if old is None else old, new)
-            for new, old in zip(values[:count], values[count:], strict=True)
-        ]
+        return [jnp.where(keep, old, new) for new, old in zip(values[:count], values[count:], strict=True)]
 
-    return Instruction("restore_where", emit, specs, 1 + 2 * count)
+    return Instruction("select", emit, specs, 1 + 2 * count)

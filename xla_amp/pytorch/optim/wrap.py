@@ -128,15 +128,11 @@ def flag_of(optimizer: Optimizer, found_inf: Tensor | None) -> Tensor | None:
 
     The scaler's flag is the same in all processes that train together; `found_inf` is reduced over them.
     """
-    scaler_flag: Tensor | None = getattr(optimizer, "found_inf", None)
-    if found_inf is None:
-        return None if scaler_flag is None else _zero_or_one(scaler_flag)
-    reduced = _any_process(optimizer, found_inf)
-    return _zero_or_one(reduced if scaler_flag is None else scaler_flag + reduced.to(scaler_flag.device))
-
-
-def _zero_or_one(flag: Tensor) -> Tensor:
-    return (flag.reshape(()) != 0).to(torch.float32)
+    flag: Tensor | None = getattr(optimizer, "found_inf", None)
+    if found_inf is not None:
+        reduced = _any_process(optimizer, found_inf)
+        flag = reduced if flag is None else flag + reduced.to(flag.device)
+    return None if flag is None else (flag.reshape(()) != 0).to(torch.float32)
 
 
 def _any_process(optimizer: Optimizer, flag: Tensor) -> Tensor:
