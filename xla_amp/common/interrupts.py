@@ -81,7 +81,7 @@ class Handler:
 
 def _raise_soon(signum: int) -> None:
     time.sleep(_MOMENT)
-    _thread.interrupt_main(signum)
+    _thread.interrupt_main(signum)  # type: ignore[arg-type]
 
 
 def deliver() -> None:

@@ -1,4 +1,4 @@
-"""A loop whose sequence grows is warned about, and the loop of docs/pytorch.md has three programs."""
+"""A loop whose sequence grows is warned about, and the loop of docs/pytorch.md has four programs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_recipe_gives_the_tokens_of_the_growing_loop_with_few_programs(devic
         xla_amp.metrics.reset()
         assert generate(model, prompt, count).tolist() == expected.tolist()
         counts.append(xla_amp.metrics()["compilations"])
-    assert counts[0] <= 3
+    assert counts[0] <= 4
     assert counts[1] == 0
 
 

@@ -212,7 +212,7 @@ _families = itertools.count(1)
 
 
 FIRST_LOOK = 32
-"""Count of values at which `loops` first looks for a loop in a trace."""
+"""Count of values at which `loops` first looks whether a trace repeats."""
 
 
 class Poisoned:
@@ -263,8 +263,6 @@ class Trace:
         "code",
         "computed",
         "count",
-        "cuts",
-        "differing",
         "draws",
         "eager",
         "ended",
@@ -281,7 +279,6 @@ class Trace:
         "parameters",
         "stream",
         "streams",
-        "uploads",
     )
 
     def __init__(self) -> None:
@@ -307,24 +304,18 @@ class Trace:
         """Index in `streams` of the device generator's last one."""
         self.generators: list[Any] = []
         """Other generators that random operations of this trace draw from."""
-        self.cuts = 0
-        """How often the end of the trace was removed, as each flush removes all of it."""
         self.generation = 0
         """Number of this trace; each flush starts the next one."""
         self.eager = False
         """Whether each operation runs as soon as it is recorded (``XLA_AMP_EAGER``)."""
-        self.differing: frozenset[Family] = frozenset()
-        """Families whose integers differ between the iterations of the loop that the trace belongs to (`loops`)."""
         self.ended = 0
         """Count of values of all traces before this one."""
         self.limit = sys.maxsize
-        """Count of values at which `loops` looks for a loop to end the step in."""
+        """Count of values at which `loops` looks whether the program ends."""
         self.most = sys.maxsize
         """Count of values at which the trace is flushed in any case."""
         self.known: dict[int, np.ndarray] = {}
         """Values that the host has computed too (`host_eval`), by number."""
-        self.uploads: dict[int, int] = {}
-        """id of a buffer that was uploaded since the last flush -> `count` at that time."""
         self.nodes: tuple[int, int] | None = None
         """The thread that began this trace, and its count of autograd's nodes then; None for an optimizer's step."""
 
@@ -332,8 +323,6 @@ class Trace:
         """Empties the trace."""
         self.ended += self.count
         self.truncate((0, 0, 0, *(0 for _ in self._lists())))
-        self.uploads.clear()
-        self.differing = frozenset()
         self.limit = min(FIRST_LOOK, self.most)
         self.nodes = threading.get_ident(), private_api.autograd_nodes()
         self.generation += 1
@@ -344,7 +333,6 @@ class Trace:
 
     def truncate(self, position: Numbers) -> None:
         """Removes what was recorded after `position`.  Lists stay the same objects: kernels hold references to them."""
-        self.cuts += 1
         self.count, self.draws, self.stream, *lengths = position
         for part, length in zip(self._lists(), lengths, strict=True):
             del part[length:]

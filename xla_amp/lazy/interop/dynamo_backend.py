@@ -52,8 +52,7 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options:
             _recompute(part)
 
     def run(*arguments: Any) -> Any:
-        if torch.is_grad_enabled():
-            step_marker.graph_begins()
+        step_marker.graph_begins(graph)
         return graph.forward(*arguments)
 
     return run

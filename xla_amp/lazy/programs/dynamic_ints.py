@@ -36,7 +36,7 @@ def replace() -> bool:
         code[node.at.code] = node.instruction.family.number  # type: ignore[union-attr]
     pattern, integers = tuple(code), [node.instruction.integers for node in present]
     if pattern not in _seen:
-        _seen[pattern] = integers, {n for n, node in enumerate(present) if node.instruction.family in trace.differing}
+        _seen[pattern] = integers, set()
         if len(_seen) > _LIMIT:
             _seen.popitem(last=False)
     _seen.move_to_end(pattern)

@@ -6,7 +6,8 @@ module's forward, the entry of an autocast region, or the second step of the sam
 optimizer does not, because several optimizers may share a backward pass.  An upload does not either: it records
 nothing, and loops fetch the next batch before they drop the gradients.
 
-Before the first step, a loop over a DataLoader is such a beginning (`loop_begins`).
+Before the first step, a loop over a DataLoader is such a beginning (`loop_begins`).  `loops` has the rule for loops
+without an optimizer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim
 
 from xla_amp.backends import dynamo, initial_state
+from xla_amp.common import events
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.programs.execute import flush
@@ -39,6 +41,10 @@ _ended = False
 """Whether the next forward pass begins a program, too (`end_step`)."""
 _kept = False
 """Whether the hook stays installed (`keep_hook`)."""
+_first: tuple[int, Any] = -1, None
+"""Generation of a trace, and a weak reference to the module that was called first in it."""
+_repeats = False
+"""Whether the program ends where that module is called again (`loops`)."""
 _paused = False
 _open = -1
 """Generation of the trace in which a training step began that no optimizer step has ended."""
@@ -46,6 +52,11 @@ _with_optimizer = False
 """Whether a step ends with the optimizer's (`end_with_optimizer`)."""
 _unscaled = False
 """Whether a scaler has unscaled gradients and not updated its scale."""
+
+
+@events.Point
+def may_repeat() -> bool:  # type: ignore[empty-body]
+    """Asks whether the program may end where its first module is called again."""
 
 
 @contextlib.contextmanager
@@ -191,37 +202,64 @@ def _await_forward() -> None:
 
     A global module hook slows every module call down, so it is removed after the first call.
     """
-    global _forward_hook, _awaited
+    global _awaited, _repeats
     with trace.lock:
-        _awaited = True
-        if _forward_hook is None:
-            _forward_hook = nn_module.register_module_forward_pre_hook(forward_hook.before_forward)
+        _awaited, _repeats = True, False
+        _install_hook()
+
+
+def _install_hook() -> None:
+    global _forward_hook
+    if _forward_hook is None:
+        _forward_hook = nn_module.register_module_forward_pre_hook(forward_hook.before_forward)
 
 
 def _before_forward(module: torch.nn.Module) -> None:
-    if _awaited:
+    if _awaited or _repeats:
         with trace.lock:
-            _forward_begins(module.training and torch.is_grad_enabled())
+            _forward_begins(module, module.training and torch.is_grad_enabled())
 
 
-def graph_begins() -> None:
-    """Marks the forward pass of a compiled graph with gradients, which may be the first one of a step."""
-    if _awaited:
+def graph_begins(graph: torch.nn.Module) -> None:
+    """Marks the forward pass of a compiled graph, which may be the first one of a step."""
+    if _awaited or _repeats:
         with trace.lock:
-            _forward_begins(True)
+            _forward_begins(graph, torch.is_grad_enabled())
 
 
-def _forward_begins(trains: bool) -> None:
-    global _awaited, _ended, _open
+def _forward_begins(module: torch.nn.Module, trains: bool) -> None:
+    global _awaited, _ended, _first, _open, _repeats
+    if not _awaited:
+        if module is not _first_module() or _paused or not any(may_repeat()):
+            return
+        flush()
+        _repeats = True
     _awaited = False
     if _ended:
         _ended = False
         flush()
-    if not _kept:
+    if not _kept and not _repeats:
         _remove_hook()
     step_begins()
+    _first = trace.generation, weakref.ref(module)
     if trains:
         _open = trace.generation
+
+
+def _first_module() -> Any:
+    generation, module = _first
+    return module() if generation == trace.generation else None
+
+
+def ends_at_first_module() -> bool:
+    """From now on this program ends where its first module is called again; False if none has been called in it."""
+    global _awaited, _repeats
+    _install_hook()
+    if _first_module() is None:  # it was called on the CPU, and is gone
+        _awaited = True
+    else:
+        _repeats = True
+    return _repeats
 
 
 def is_open() -> bool:
@@ -238,8 +276,8 @@ def _remove_hook() -> None:
 
 def _forget() -> None:
     """In a forked child: a module on the CPU, a loader's transform for instance, begins no step of the parent's."""
-    global _armed, _awaited, _ended, _open
-    _armed, _awaited, _ended, _open = -1, False, False, -1
+    global _armed, _awaited, _ended, _open, _repeats
+    _armed, _awaited, _ended, _open, _repeats = -1, False, False, -1, False
     _remove_hook()
 
 

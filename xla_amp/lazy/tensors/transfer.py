@@ -14,7 +14,7 @@ from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
 from xla_amp.lazy.graph import host_copies
-from xla_amp.lazy.graph.trace import Buffer, Spec, spec, trace
+from xla_amp.lazy.graph.trace import Buffer, Spec, spec
 from xla_amp.lazy.programs import mesh, pjrt, recompile_reasons
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.torch_integration import forks
@@ -64,8 +64,7 @@ def wrap(array: jax.Array, value_spec: Spec | None = None) -> torch.Tensor:
         value_spec = spec(array.shape, TO_TORCH[np.dtype(array.dtype)])
     tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
     storage: Any = tensor.untyped_storage()
-    storage._xla_amp = buffer = Buffer(value_spec, array=array)
-    trace.uploads[id(buffer)] = trace.count
+    storage._xla_amp = Buffer(value_spec, array=array)
     return tensor
 
 
