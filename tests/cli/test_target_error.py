@@ -10,11 +10,12 @@ import module_runs
 import numpy as np
 import pytest
 
+from xla_amp.cli import target_error
 from xla_amp.common import units
 from xla_amp.errors import ModuleError, RuleWarning
 from xla_amp.stablehlo import io
 from xla_amp.stablehlo.passes.autocast import settings
-from xla_amp.tools.inspect import comparison, conversion, target_error
+from xla_amp.tools.inspect import comparison, conversion
 
 RNG = np.random.default_rng(0)
 X, W = (scale * RNG.standard_normal((16, 16)).astype(np.float32) for scale in (np.float32(1), np.float32(0.25)))
@@ -103,7 +104,7 @@ def test_smaller_targets_keep_more_of_a_chain_without_a_cliff():
         if not kept:
             whole = target_error.convert_within(program, policy, low, [(X, *LAYERS)], 1.0).achieved.error
         found = target_error.convert_within(program, policy, low, [(X, *LAYERS)], share * whole)
-        assert found.met
+        assert found.found.met
         kept.append(
             sum(each.after == "float32" and each.flops is not None for each in found.converted.report.operations)
         )
@@ -126,19 +127,18 @@ def test_a_result_that_is_zero_but_for_rounding_is_not_judged():
 
     program = io.read(jax.jit(step).lower(X, W, W[0]).as_text().encode())
     found = target_error.convert_within(program, *settings(None, None, {"dot_general": "low"}), [(X, W, W[0])], 1e-2)
-    assert found.met
+    assert found.found.met
     assert found.achieved.not_judged == ("result[1]",)
     assert 0 < found.achieved.error < 1e-2
     assert found.achieved.rounding < 1e-5
     assert len(found.found.plan) == 1
 
 
-def test_three_samples_bound_the_error_of_others_and_the_last_quarter_only_checks():
+def test_the_last_quarter_of_the_samples_only_checks():
     program = io.read(jax.jit(chain).lower(X, *LAYERS).as_text().encode())
     samples = [(RNG.standard_normal((16, 16)).astype(np.float32), *LAYERS) for _ in range(4)]
-    found = target_error.convert_within(program, *settings(None, None, {"dot_general": "low"}), samples, 1.0).found
-    assert found.bounds["results"] > max(found.errors.values())
-    assert len(found.held_out) == 1
+    found = target_error.convert_within(program, *settings(None, None, {"dot_general": "low"}), samples, 1.0)
+    assert found.found.held_out["results"] == found.achieved.samples[-1][0]
 
 
 def test_a_program_with_a_symbolic_batch_has_products():
@@ -148,7 +148,7 @@ def test_a_program_with_a_symbolic_batch_has_products():
     samples = [(RNG.standard_normal((rows, 16)).astype(np.float32),) for rows in (4, 8, 4, 6)]
     found = target_error.convert_within(program, *settings(None, None, None), samples, 1e-6)
     assert not found.found.plan
-    assert found.met == (found.achieved.rounding < 1e-6)
+    assert found.found.met == (found.achieved.rounding < 1e-6)
     (could, *_) = conversion.page(found.converted.report).sections
     assert could.text == "2 of 2 products and convolutions"
     whys = [each.why for each in found.converted.report.operations if each.product]

@@ -102,9 +102,8 @@ def _inside(x):
     ("function", "rows", "arguments", "words"),
     [
         (jnp.sum, [], {}, "no arguments"),
-        (jnp.sum, [jnp.ones(2)] * 2, {}, "give three or more different batches"),
+        (jnp.sum, [jnp.ones(2)], {}, "give two or more different batches"),
         (jnp.sum, [jnp.ones(2)] * 3, {"low": "float8"}, "expected one of bfloat16, float16"),
-        (jnp.sum, [jnp.ones(2)] * 3, {"target": "v6e"}, r"search\(target='v6e'\): target has left"),
         (lambda x: x > 0, [jnp.ones(2)] * 3, {}, "returns no floating array"),
         (lambda x: jnp.sum(x / 0), [jnp.ones(2)] * 3, {}, "batch 0: the loss is not finite in float32"),
         (_inside, [jnp.ones((2, 2))] * 3, {}, r"opens an autocast region \(policy tpu\)"),
@@ -115,13 +114,13 @@ def test_functions_that_cannot_be_searched(function, rows, arguments, words):
         xla_amp.jax.search(function, rows, **{"budget": 0.1, **arguments})
 
 
-def test_a_norm_beside_float32_products_does_not_count_as_low():
+def test_what_computes_in_float32_inside_is_no_candidate():
     def function(x):
         return jax.nn.softmax(x @ x) @ x
 
     rows = [jax.random.normal(jax.random.key(i), (8, 8)) for i in range(3)]
     result = xla_amp.jax.search(function, rows, budget=1e-7)
-    assert result.found.plan == {"softmax.int"}  # it computes in float32 and gives the dtype of its operand
-    assert result.in_effect == frozenset()
+    assert [each.operation for each in result.candidates] == ["dot_general"]
+    assert result.found.plan == frozenset()
     assert {row[0] for row in result.page().sections[-1].table.rows} == {"float32"}
-    assert "0 of 2 candidates in bfloat16" in str(result)
+    assert "0 of 1 candidates in bfloat16" in str(result)

@@ -15,11 +15,11 @@ from xla_amp.errors import FileError, ModuleError, PolicyError, RuleWarning, Tar
 from xla_amp.policy import BUILTIN
 
 if TYPE_CHECKING:
+    from xla_amp.cli.target_error import Achieved
     from xla_amp.stablehlo.passes.autocast import Converted
     from xla_amp.stablehlo.program import Format, Program
     from xla_amp.tools.explain.page import Page
     from xla_amp.tools.inspect.module_tables import States
-    from xla_amp.tools.inspect.target_error import Achieved
 
 HELP = "convert a program to mixed precision"
 
@@ -177,8 +177,9 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 def _convert(
     arguments: argparse.Namespace, program: Program, given: list[list[Any]]
 ) -> tuple[Converted, Achieved | None]:
+    from xla_amp.cli import target_error
     from xla_amp.stablehlo.passes import autocast
-    from xla_amp.tools.inspect import comparison, target_error
+    from xla_amp.tools.inspect import comparison
 
     rules, samples = _rules(arguments.rules), [tuple(each) for each in given]
     if arguments.target_error is not None:

@@ -11,7 +11,7 @@ import pytest
 from xla_amp.errors import SearchError
 from xla_amp.policy import load
 from xla_amp.tools import search as plan_search
-from xla_amp.tools.search import Candidate, Plan, planner
+from xla_amp.tools.search import Candidate, Plan
 
 
 @dataclasses.dataclass
@@ -20,7 +20,6 @@ class Synthetic(plan_search.SearchProgram):
 
     sizes: dict[str, float]
     pairs: dict[frozenset[str], float] = dataclasses.field(default_factory=dict)
-    spread: float = 0.0
     batches: int = 6
     calls: int = 0
     bad: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -37,11 +36,7 @@ class Synthetic(plan_search.SearchProgram):
 
     def evaluate(self, plan: Plan, batch: int) -> dict[str, float]:
         self.calls += 1
-        factor = 1 + self.spread * random.Random(f"{sorted(plan)} {batch}").uniform(-1, 1)
-        return {"loss": self.exact(plan) * factor * self.bad.get(batch, 1.0)}
-
-    def noise(self) -> dict[str, float]:
-        return {"loss": 1e-7}
+        return {"loss": self.exact(plan) * self.bad.get(batch, 1.0)}
 
 
 def back(program: Synthetic, found: plan_search.Found) -> set[str]:
@@ -72,7 +67,7 @@ def test_everything_low_that_fits_is_not_searched():
     program = Synthetic({"a": 1e-3, "b": 1e-3})
     found = plan_search.search(program, budget={"loss": 1e-2})
     assert (back(program, found), found.alone) == (set(), {})
-    assert program.calls == 5 + 6  # float32 on the batches that are used, everything low on all
+    assert program.calls == 1 + 6  # float32 once, everything low on each batch
 
 
 def test_what_errs_only_together_is_found_in_the_whole():
@@ -96,10 +91,10 @@ def test_layers_of_a_kind_that_matters_little_are_measured_together():
 
 def test_batches_that_were_held_out_decide_too():
     program = Synthetic({"a": 5e-3, "b": 1e-3}, bad={5: 3.0})
-    found = plan_search.search(program, budget={"loss": 6e-3}, held_out=1)
+    found = plan_search.search(program, budget={"loss": 6e-3})
     assert found.met
     assert back(program, found) == {"a"}
-    assert any("held-out" in note for note in found.notes) or found.held_out["loss"] <= 6e-3
+    assert found.held_out["loss"] == found.errors["loss"] == pytest.approx(3e-3)
 
 
 def test_a_float32_program_that_is_not_reproducible_is_not_met():
@@ -111,28 +106,13 @@ def test_a_float32_program_that_is_not_reproducible_is_not_met():
     assert (found.met, found.plan) == (False, Plan())
 
 
-def test_a_spread_over_batches_makes_the_bound_larger_than_the_errors():
-    found = plan_search.search(Synthetic({"a": 1e-3}, spread=0.3), budget={"loss": 1.0})
-    assert found.bounds["loss"] > found.errors["loss"] > 0
-    assert planner.bound([2.0], 0.99) == 2.0
-    assert planner.bound([1.0, math.inf], 0.99) == math.inf
-    # Student's t at 99 %: 6.96, 3.36 and 2.76 for 2, 5 and 10 degrees of freedom.
-    assert [planner.student(0.99, freedom) for freedom in (2, 5, 10)] == pytest.approx([6.965, 3.365, 2.764], rel=0.1)
-
-
-def test_a_budget_below_one_rounding_is_noted():
-    found = plan_search.search(Synthetic({"a": 1e-3}), budget={"loss": 1e-9})
-    assert found.met
-    assert "below what one rounding" in found.notes[0]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"budget": {"loss": 0}}, "expected a positive relative error"),
         ({"budget": {}}, "names no quantity"),
         ({"budget": {"accuracy": 1.0}}, "names accuracy; this program has loss"),
-        ({"budget": {"loss": 1.0}, "held_out": 5}, "give three or more different batches"),
+        ({"budget": {"loss": 1.0}, "held_out": 6}, "give two or more different batches"),
     ],
 )
 def test_wrong_arguments(arguments, words):

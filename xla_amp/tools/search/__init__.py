@@ -11,8 +11,6 @@ A front gives a `SearchProgram`: its `Candidate` list and a function that measur
 
 from xla_amp.tools.search.candidates import Candidate as Candidate
 from xla_amp.tools.search.candidates import from_records as from_records
-from xla_amp.tools.search.planner import CONFIDENCE as CONFIDENCE
-from xla_amp.tools.search.planner import Assessment as Assessment
 from xla_amp.tools.search.planner import Found as Found
 from xla_amp.tools.search.planner import Plan as Plan
 from xla_amp.tools.search.planner import SearchProgram as SearchProgram

@@ -8,10 +8,8 @@ from typing import Final
 
 from xla_amp.common import units
 from xla_amp.common.events import DecisionRecord
-from xla_amp.common.types import Cast
 from xla_amp.policy import module_patterns, op_catalog
 
-_LOW_FORMS: Final[tuple[Cast, ...]] = ("low", "fp32_inside")
 _PRODUCT: Final = "dot_general"
 
 
@@ -23,8 +21,6 @@ class Candidate:
     """Pattern of a rule that reaches it: ``module:h.0.attn.linear``, or ``linear`` outside scopes."""
     scope: str = ""
     operation: str = ""
-    low: Cast = "low"
-    """Its cast where it runs low."""
     flops: int = 0
     """Of the forward pass."""
     count: int = 1
@@ -34,35 +30,24 @@ class Candidate:
 def from_records(records: Iterable[DecisionRecord]) -> tuple[Candidate, ...]:
     """The candidates of a program, in the order of its operations.
 
+    An operation that computes in float32 and gives the dtype of its operand (the cast ``fp32_inside``) is none.
+
     Args:
         records: of one run under the policy in which everything that may run low does.
     """
     groups: dict[tuple[str, str], list[DecisionRecord]] = {}
     for record in records:
-        if record.cast in _LOW_FORMS and _floating(record):
+        if record.cast == "low" and _floating(record):
             groups.setdefault((record.module, _operation(record)), []).append(record)
     return tuple(
         Candidate(
-            name=_name(scope, operation),
+            name=f"{module_patterns.PREFIX}{scope}.{operation}" if scope else operation,
             scope=scope,
             operation=operation,
-            low=found[0].cast,
             flops=sum(record.flops or 0 for record in found),
             count=len(found),
         )
         for (scope, operation), found in groups.items()
-    )
-
-
-def running_low(records: Iterable[DecisionRecord]) -> frozenset[str]:
-    """Names of the candidates with a low operand or result in a recorded run.
-
-    A norm in a plan gives the dtype of its operand, so beside float32 products it stays float32.
-    """
-    return frozenset(
-        _name(record.module, _operation(record))
-        for record in records
-        if any(map(units.is_low, (*record.used, *record.result)))
     )
 
 
@@ -80,7 +65,3 @@ def _operation(record: DecisionRecord) -> str:
 def _floating(record: DecisionRecord) -> bool:
     dtypes = (*record.used, *record.result)
     return record.operation in op_catalog.catalogue().classes and any(d == "float32" or units.is_low(d) for d in dtypes)
-
-
-def _name(scope: str, operation: str) -> str:
-    return f"{module_patterns.PREFIX}{scope}.{operation}" if scope else operation

@@ -16,9 +16,9 @@ from xla_amp.common.types import LOW_DTYPES, LowDtype
 from xla_amp.errors import SearchError
 from xla_amp.policy import Policy
 from xla_amp.tools.search import plans
-from xla_amp.tools.search.candidates import from_records, running_low
+from xla_amp.tools.search.candidates import from_records
 from xla_amp.tools.search.planner import Plan, SearchProgram, search
-from xla_amp.tools.search.result import SearchResult, not_met
+from xla_amp.tools.search.result import SearchResult, shown
 
 Array: TypeAlias = npt.NDArray[np.float32]
 Quantities: TypeAlias = dict[str, list[Array | None]]
@@ -28,7 +28,7 @@ Quantities: TypeAlias = dict[str, list[Array | None]]
 class MeasuredProgram(SearchProgram):
     """A program whose plans run in a framework and are compared with float32.
 
-    A front gives `run`, `records` and `noise`; quantities (``loss``, ``gradients``, ``output``) are lists of
+    A front gives `run` and `records`; quantities (``loss``, ``gradients``, ``output``) are lists of
     float32 arrays on the host, None for a gradient that is missing.
     """
 
@@ -36,6 +36,8 @@ class MeasuredProgram(SearchProgram):
     """The call that finds a nonfinite value, for the message."""
 
     def __init__(self, low: LowDtype, batches: int) -> None:
+        if low not in LOW_DTYPES:
+            raise SearchError(f"low={low!r}: expected one of {', '.join(LOW_DTYPES)}")
         self.low: LowDtype = low
         self.batches = batches
         self._references: dict[int, Quantities] = {}
@@ -45,13 +47,8 @@ class MeasuredProgram(SearchProgram):
         """What the program computes on one batch; plan None: all that can is low; without a region float32."""
 
     @abc.abstractmethod
-    def records(self, plan: Plan | None) -> Sequence[DecisionRecord]:
-        """The forward operations of a run."""
-
-    @property
-    def quantities(self) -> tuple[str, ...]:
-        """What is measured; a budget without a name is for the first."""
-        return tuple(self.reference(0))
+    def records(self, plan: Plan | None, *, region: bool = True) -> Sequence[DecisionRecord]:
+        """The decisions about the forward operations of a run; without a region there are none."""
 
     def policy(self, plan: Plan | None) -> Policy:
         """The policy of a plan; of None the one in which everything that can is low."""
@@ -73,13 +70,10 @@ class MeasuredProgram(SearchProgram):
             self._references[batch] = found
         return self._references[batch]
 
-    def errors(self, found: Quantities, batch: int) -> dict[str, float]:
-        """Relative errors of quantities against float32 on the same batch."""
-        return {name: relative_error(found[name], parts) for name, parts in self.reference(batch).items()}
-
     def evaluate(self, plan: Plan, batch: int) -> dict[str, float]:
         """Relative errors of `plan` on one batch."""
-        return self.errors(self.run(batch, plan), batch)
+        found = self.run(batch, plan)
+        return {name: relative_error(found[name], parts) for name, parts in self.reference(batch).items()}
 
 
 def relative_error(found: Sequence[Array | None], reference: Sequence[Array | None]) -> float:
@@ -96,26 +90,12 @@ def relative_error(found: Sequence[Array | None], reference: Sequence[Array | No
     return math.sqrt(difference / norm) if norm else (math.inf if difference else 0.0)
 
 
-def check_low(low: str) -> None:
-    """Raises SearchError for a dtype that is no low one."""
-    if low not in LOW_DTYPES:
-        raise SearchError(f"low={low!r}: expected one of {', '.join(LOW_DTYPES)}")
-
-
-_LEFT: Mapping[str, str] = {
+LEFT: Mapping[str, str] = {
     "target": "the search needs errors only, and knows no machine",
     "budget_seconds": "it measures each candidate once",
     "journal": "it measures each candidate once",
 }
-"""Argument of the release before -> why it has left."""
-
-
-def check_left(given: Mapping[str, object]) -> None:
-    """Raises SearchError for an argument of the release before, TypeError for another one."""
-    for name, value in given.items():
-        if name in _LEFT:
-            raise SearchError(f"search({name}={value!r}): {name} has left, since {_LEFT[name]}; leave it out")
-        raise TypeError(f"search() got an unexpected keyword argument {name!r}")
+"""Argument of the release before -> why it is not needed."""
 
 
 def searched(
@@ -129,19 +109,21 @@ def searched(
         held_out: of the user.
         device: where the program runs, for the report.
     """
+    if own := program.records(None, region=False):
+        raise SearchError(
+            f"the program opens an autocast region (policy {own[0].policy}), whose rules would hide those of the plan: "
+            "take it out, search opens one around the program"
+        )
     program.candidates = from_records(program.records(None))
     with progress.shown("precision search"):
         found = search(
             program,
-            budget=dict(budget) if isinstance(budget, Mapping) else {program.quantities[0]: budget},
+            budget=dict(budget) if isinstance(budget, Mapping) else {next(iter(program.reference(0))): budget},
             held_out=held_out,
         )
     if not found.met:
-        events.warn(not_met(found))
-    return SearchResult(
-        found=found,
-        candidates=program.candidates,
-        low=program.low,
-        in_effect=found.plan & running_low(program.records(found.plan)),
-        facts={"device": device, "batches": str(program.batches)},
-    )
+        events.warn(
+            f"the budget cannot be met: even with every candidate in float32 the error is {shown(found.errors)}"
+        )
+    facts = {"device": device, "batches": str(program.batches)}
+    return SearchResult(found=found, candidates=program.candidates, low=program.low, facts=facts)

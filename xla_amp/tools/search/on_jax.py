@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.common import compiling, events
+from xla_amp.common import arguments, compiling, events
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.types import LowDtype
 from xla_amp.errors import RuleWarning, SearchError
 from xla_amp.jax import compat
 from xla_amp.jax.api import autocast
 from xla_amp.tools.search import Plan, SearchResult, fronts
+
+_Arrays: TypeAlias = dict[int, Any]
+"""Arrays by their places among the leaves of the arguments."""
 
 
 def search(
@@ -37,7 +41,7 @@ def search(
 
     Args:
         function: a loss, or any function of pytrees.  Of a loss the gradients are measured, too.
-        args: three or more tuples of arguments, one for each batch: ``[(params, batch) for batch in batches]``.
+        args: two or more tuples of arguments, one for each batch: ``[(params, batch) for batch in batches]``.
         budget: largest accepted relative error of the loss (of all results of a function that is no loss), or of
             several quantities: ``{"loss": 1e-3, "gradients": 1e-2}``.  The error of the gradients is that of all as one
             vector.  Quantities without a budget are reported, and must be finite.
@@ -61,14 +65,12 @@ def search(
         >>> search(loss, [(w, x) for x in batches], budget=0.1).policy.decide("mm").cast
         'low'
     """
-    fronts.check_left(left)
-    fronts.check_low(low)
+    arguments.refuse("xla_amp.jax.search", left, fronts.LEFT)
     rows = [row if isinstance(row, tuple) else (row,) for row in args]
     if not rows:
-        raise SearchError("no arguments: give three or more tuples, [(params, batch) for batch in batches]")
+        raise SearchError("no arguments: give two or more tuples, [(params, batch) for batch in batches]")
     numbers = {argnums} if isinstance(argnums, int) else set(argnums)
     program = JaxProgram(function, rows, numbers, low)
-    program.look()
     return fronts.searched(program, budget=budget, held_out=held_out, device=jax.default_backend())
 
 
@@ -84,122 +86,63 @@ class JaxProgram(fronts.MeasuredProgram):
         self._function = function
         self._rows = rows
         self._argnums = argnums
-        self._compiled: dict[Any, Callable[..., Any]] = {}
-        self._is_loss = _is_loss(jax.eval_shape(self._of_arrays(0, function), self._arrays(0)))
-        self._options: dict[str, bool | int] = {}
-        """Of XLA, the same for every plan and for float32."""
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether the function is a loss of floating arrays."""
-        return self._is_loss and bool(self._differentiated(0))
-
-    def look(self) -> None:
-        """Chooses XLA's options by the work of a run."""
-        records = self.records(None)
-        work = (3 if self.has_gradients else 1) * math.fsum(record.flops or 0 for record in records)
+        self._compiled: dict[Any, Callable[..., dict[str, list[Any]]]] = {}
+        work = 3 * math.fsum(record.flops or 0 for record in self.records(None))  # with the backward pass
         self._options = compiling.quick_options(jax.default_backend(), work)
-
-    def _arrays(self, index: int) -> list[Any]:
-        return [leaf for leaf in jax.tree.leaves(self._rows[index]) if _is_array(leaf)]
-
-    def _of_arrays(self, index: int, function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-        """`function` of the arrays in its arguments; what else is in them is constant."""
-        leaves, tree = jax.tree.flatten(self._rows[index])
-        places = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
-
-        def call(arrays: list[Any]) -> Any:
-            filled = list(leaves)
-            for place, array in zip(places, arrays, strict=True):
-                filled[place] = array
-            return function(*jax.tree.unflatten(tree, filled))
-
-        return call
-
-    def _differentiated(self, index: int) -> list[int]:
-        """Positions among the arrays of the floating ones in ``argnums``."""
-        owners = [
-            number
-            for number, argument in enumerate(self._rows[index])
-            for leaf in jax.tree.leaves(argument)
-            if _is_array(leaf)
-        ]
-        arrays = self._arrays(index)
-        return [
-            place
-            for place, (owner, array) in enumerate(zip(owners, arrays, strict=True))
-            if owner in self._argnums and jnp.issubdtype(array.dtype, jnp.floating)
-        ]
-
-    def _program(
-        self, index: int, plan: Plan | None, region: bool, options: Mapping[str, bool | int]
-    ) -> Callable[[list[Any]], dict[str, list[Any]]]:
-        leaves, tree = jax.tree.flatten(self._rows[index])
-        constants = tuple(None if _is_array(leaf) else id(leaf) for leaf in leaves)
-        key = (tree, constants, plan, region, tuple(options))
-        if key not in self._compiled:
-            low = autocast(self._function, policy=self.policy(plan)) if region else self._function
-            call = self._of_arrays(index, low)
-            places = self._differentiated(index)
-
-            def run(arrays: list[Any]) -> dict[str, list[Any]]:
-                if not self._is_loss:
-                    return {"output": [_wide(leaf) for leaf in jax.tree.leaves(call(arrays)) if _is_floating(leaf)]}
-                if not places:
-                    return {"loss": [_wide(_loss(call(arrays)))]}
-
-                def loss(chosen: list[Any]) -> Any:
-                    filled = list(arrays)
-                    for place, array in zip(places, chosen, strict=True):
-                        filled[place] = array
-                    return _loss(call(filled))
-
-                value, gradients = jax.value_and_grad(loss)([arrays[place] for place in places])
-                return {"loss": [_wide(value)], "gradients": [_wide(each) for each in gradients]}
-
-            if len(self._compiled) > 8:  # executables of plans that were measured
-                self._compiled.clear()
-            self._compiled[key] = jax.jit(run, compiler_options=dict(options))
-        return self._compiled[key]
+        """Of XLA, the same for every plan and for float32."""
 
     def run(self, batch: int, plan: Plan | None, *, region: bool = True) -> fronts.Quantities:
         """The loss and its gradients, or the floating results, on one tuple of arguments."""
-        return self._run_on(self._arrays(batch), batch, plan, region)
-
-    def _run_on(self, arrays: list[Any], index: int, plan: Plan | None, region: bool) -> fronts.Quantities:
+        call, chosen, others, constants = self._split(batch, plan, region)
+        key = constants, plan, region
+        if key not in self._compiled:
+            if len(self._compiled) > 8:  # executables of plans that were measured
+                self._compiled.clear()
+            self._compiled[key] = jax.jit(functools.partial(_quantities, call), compiler_options=dict(self._options))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuleWarning)
-            found = jax.device_get(self._program(index, plan, region, self._options)(arrays))
-        if not found[next(iter(found))]:
+            found = jax.device_get(self._compiled[key](chosen, others))
+        if not all(found.values()):
             raise SearchError("the function returns no floating array: there is no error to measure")
         return {name: found[name] for name in ("loss", "gradients", "output") if name in found}
 
-    def noise(self) -> dict[str, float]:
-        """Errors of float32 with each element of the arguments moved to one of its neighbours."""
-        draw = np.random.default_rng(0)
-        moved = []
-        for array in self._arrays(0):
-            if array.dtype == np.float32:
-                host = np.asarray(array)
-                away = np.where(draw.integers(0, 2, host.shape), np.inf, -np.inf).astype(np.float32)
-                moved.append(jnp.asarray(np.nextafter(host, away)))
-            else:
-                moved.append(array)
-        return self.errors(self._run_on(moved, 0, None, region=False), 0)
-
-    def records(self, plan: Plan | None) -> list[DecisionRecord]:
-        """The forward operations of a run."""
-        low = autocast(self._function, policy=self.policy(plan))
+    def records(self, plan: Plan | None, *, region: bool = True) -> list[DecisionRecord]:
+        """The decisions about the forward operations of a run."""
+        call, chosen, others, _ = self._split(0, plan, region)
         with warnings.catch_warnings(), compat.retraced(), events.capture() as records:
             warnings.simplefilter("ignore", RuleWarning)
-            jax.eval_shape(self._of_arrays(0, low), self._arrays(0))
-        names = {record.policy for record in records} - {self.policy(plan).name}
-        if names:
-            raise SearchError(
-                f"the function opens an autocast region (policy {', '.join(sorted(names))}), whose rules would hide "
-                "those of the plan: give search the function without it"
-            )
+            jax.eval_shape(call, chosen, others)
         return records
+
+    def _split(self, batch: int, plan: Plan | None, region: bool) -> tuple[Callable[..., Any], _Arrays, _Arrays, Any]:
+        """The function of the arrays among its arguments: those that the gradients are for, and the others.
+
+        What else is among the arguments is constant, and is in the last item, which has the form of the arguments.
+        """
+        row, function = self._rows[batch], self._function
+        if region:
+            function = autocast(function, policy=self.policy(plan))
+        leaves, tree = jax.tree.flatten(row)
+        owners = [number for number, argument in enumerate(row) for _ in jax.tree.leaves(argument)]
+        arrays = {place: leaf for place, leaf in enumerate(leaves) if _is_array(leaf)}
+        chosen = {n: leaf for n, leaf in arrays.items() if owners[n] in self._argnums and _is_floating(leaf)}
+        others = {n: leaf for n, leaf in arrays.items() if n not in chosen}
+        constants = tuple(None if n in arrays else id(leaf) for n, leaf in enumerate(leaves))
+
+        def call(chosen: _Arrays, others: _Arrays) -> Any:
+            filled = dict(enumerate(leaves)) | others | chosen
+            return function(*jax.tree.unflatten(tree, filled.values()))
+
+        return call, chosen, others, (tree, constants)
+
+
+def _quantities(call: Callable[..., Any], chosen: _Arrays, others: _Arrays) -> dict[str, list[Any]]:
+    if not _is_loss(jax.eval_shape(call, chosen, others)):
+        return {"output": [_wide(leaf) for leaf in jax.tree.leaves(call(chosen, others)) if _is_floating(leaf)]}
+    if not chosen:
+        return {"loss": [_wide(_loss(call(chosen, others)))]}
+    value, gradients = jax.value_and_grad(lambda chosen: _loss(call(chosen, others)))(chosen)
+    return {"loss": [_wide(value)], "gradients": [_wide(each) for each in gradients.values()]}
 
 
 def _is_array(leaf: Any) -> bool:
@@ -222,8 +165,4 @@ def _is_loss(result: Any) -> bool:
 def _loss(result: Any) -> Any:
     """The loss in a result: itself, or the first of ``(loss, auxiliary)``."""
     found = result[0] if isinstance(result, tuple) and result else result
-    return (
-        found.reshape(())
-        if _is_floating(found) and getattr(found, "size", 0) == 1 and hasattr(found, "reshape")
-        else found
-    )
+    return found.reshape(()) if _is_floating(found) and found.size == 1 and hasattr(found, "reshape") else found

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from xla_amp.backends.step_state import reachable, restored
 from xla_amp.backends.trees import tree_leaves, tree_map_only
+from xla_amp.common import arguments
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.types import LowDtype
 from xla_amp.errors import RecompileWarning, RuleWarning, SearchError
@@ -43,7 +42,7 @@ def search(
         step: a model, or a function that returns the loss; it does not call ``backward()`` and opens no autocast
             region.  A result with an attribute or a key ``loss`` gives that; other results that are no single number
             are compared as a whole, without gradients.
-        batches: three or more.  Each is passed as ``step(*batch)`` if it is a tuple or a list, ``step(**batch)`` if it
+        batches: two or more.  Each is passed as ``step(*batch)`` if it is a tuple or a list, ``step(**batch)`` if it
             is a dict, and ``step(batch)`` otherwise.  Batches of a model are moved to its device.
         budget: largest accepted relative error of the loss (of the result without a loss), or of several quantities:
             ``{"loss": 1e-3, "gradients": 1e-2}``.  The error of the gradients is that of all of them as one vector.
@@ -68,25 +67,10 @@ def search(
         >>> result.met, result.policy.decide("linear", "0").cast
         (True, 'low')
     """
-    fronts.check_left(left)
-    fronts.check_low(low)
+    arguments.refuse("search", left, fronts.LEFT)
     program = TorchProgram(uncompiled(step), list(batches), objects, low)
-    program.look()
     with program.prepared():
         return fronts.searched(program, budget=budget, held_out=held_out, device=str(program.device))
-
-
-class _OpenRegion(TorchFunctionMode):
-    """Notes whether an autocast region is open when a function of torch is called."""
-
-    def __init__(self, device_type: str) -> None:
-        super().__init__()
-        self._device_type = device_type
-        self.open = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.open = self.open or torch.is_autocast_enabled(self._device_type)
-        return func(*args, **(kwargs or {}))
 
 
 class TorchProgram(fronts.MeasuredProgram):
@@ -96,11 +80,10 @@ class TorchProgram(fronts.MeasuredProgram):
 
     def __init__(self, step: Callable[..., Any], batches: Sequence[Any], objects: Sequence[Any], low: LowDtype) -> None:
         super().__init__(low, len(batches))
+        if not batches:
+            raise SearchError("no batches: give two or more, e.g. itertools.islice(loader, 8)")
         self._step = step
-        modules = [each for each in reachable(step, ()) if isinstance(each, torch.nn.Module)]
-        if isinstance(step, torch.nn.Module):
-            modules.append(step)
-        self._objects = [*{id(each): each for each in (*modules, *objects)}.values()]
+        self._objects = [*reachable(step, ()), *objects]
         found = [p for each in self._objects if isinstance(each, torch.nn.Module) for p in each.parameters()]
         self._parameters = list({id(p): p for p in found}.values())
         tensors = [*self._parameters, *(t for t in tree_leaves(batches) if isinstance(t, torch.Tensor))]
@@ -108,19 +91,6 @@ class TorchProgram(fronts.MeasuredProgram):
         self._batches = list(batches)
         if isinstance(step, torch.nn.Module):
             self._batches = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), self._batches)
-
-    def look(self) -> None:
-        """Checks that the step is one that can be searched."""
-        if not self._batches:
-            raise SearchError("no batches: give three or more, e.g. itertools.islice(loader, 8)")
-        watch = _OpenRegion(self.device.type)
-        with watch:
-            self.reference(0)
-        if watch.open:
-            raise SearchError(
-                "the step opens an autocast region, whose rules would hide those of the plan: take it out of the step, "
-                "search opens one around it"
-            )
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
@@ -131,16 +101,9 @@ class TorchProgram(fronts.MeasuredProgram):
 
     def run(self, batch: int, plan: Plan | None, *, region: bool = True) -> fronts.Quantities:
         """One forward and backward pass on one batch."""
-        return self._run_on(self._batches[batch], plan, region)
-
-    def _run_on(self, batch: Any, plan: Plan | None, region: bool) -> fronts.Quantities:
-        found: fronts.Quantities = {}
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(restored(self._objects))
-            stack.enter_context(warnings.catch_warnings())
+        with restored(self._objects), warnings.catch_warnings(), torch.enable_grad():
             for expected in (RuleWarning, RecompileWarning):  # each plan is another program
                 warnings.simplefilter("ignore", expected)
-            stack.enter_context(torch.enable_grad())
             for parameter in self._parameters:
                 parameter.grad = None
             with autocast(self.device, policy=self.policy(plan)) if region else contextlib.nullcontext():
@@ -152,44 +115,28 @@ class TorchProgram(fronts.MeasuredProgram):
                 )
             loss = _loss(result)
             if loss is None:
-                outputs = [
-                    t for t in tree_leaves(_plain(result)) if isinstance(t, torch.Tensor) and t.is_floating_point()
-                ]
+                leaves = tree_leaves(dict(result) if isinstance(result, Mapping) else result)
+                outputs = [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()]
                 if not outputs:
                     raise SearchError(f"the step returns {type(result).__name__} without a floating tensor")
                 return {"output": [_host(each) for each in outputs]}
-            if loss.requires_grad:
-                loss.backward()
-            found["loss"] = [_host(loss)]
+            found: fronts.Quantities = {"loss": [_host(loss)]}
             if loss.requires_grad and self._parameters:
+                loss.backward()
                 found["gradients"] = [None if p.grad is None else _host(p.grad) for p in self._parameters]
-        return found
+            return found
 
-    def _call(self, batch: Any) -> Any:
-        if isinstance(batch, Mapping):
-            return self._step(**batch)
-        return self._step(*batch) if isinstance(batch, tuple | list) else self._step(batch)
+    def _call(self, batch: int) -> Any:
+        given = self._batches[batch]
+        if isinstance(given, Mapping):
+            return self._step(**given)
+        return self._step(*given) if isinstance(given, tuple | list) else self._step(given)
 
-    def noise(self) -> dict[str, float]:
-        """Errors of float32 with each parameter and operand moved to one of its neighbours."""
-        generator = torch.Generator().manual_seed(0)
-        moved = tree_map_only(torch.Tensor, lambda tensor: _neighbours(tensor, generator), self._batches[0])
-        with restored(self._objects), torch.no_grad():
-            for parameter in self._parameters:
-                parameter.copy_(_neighbours(parameter.detach(), generator))
-            return self.errors(self._run_on(moved, None, region=False), 0)
-
-    def records(self, plan: Plan | None) -> list[DecisionRecord]:
-        """The forward operations of a run."""
-        with explain() as report, restored(self._objects), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuleWarning)
-            with torch.no_grad(), autocast(self.device, policy=self.policy(plan)):
-                self._call(self._batches[0])
+    def records(self, plan: Plan | None, *, region: bool = True) -> list[DecisionRecord]:
+        """The decisions about the forward operations of a run."""
+        with explain() as report:
+            self.run(0, plan, region=region)
         return report.records
-
-
-def _plain(result: Any) -> Any:
-    return dict(result) if isinstance(result, Mapping) else result
 
 
 def _loss(result: Any) -> torch.Tensor | None:
@@ -203,12 +150,3 @@ def _loss(result: Any) -> torch.Tensor | None:
 def _host(tensor: torch.Tensor) -> fronts.Array:
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     return np.asarray(dense.float().cpu())
-
-
-def _neighbours(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Each element moved by one unit in its last place, up or down."""
-    if not tensor.is_floating_point():
-        return tensor
-    host = tensor.detach().cpu()
-    signs = torch.randint(0, 2, host.shape, generator=generator).to(host.dtype) * 2 - 1
-    return torch.nextafter(host, signs * math.inf).to(tensor.device)

@@ -1,8 +1,7 @@
 """Search for the plan that keeps the fewest candidates in float32 while its measured errors stay within a budget.
 
 1. Everything low.  If that is within the budget, nothing is given back.
-2. Each candidate alone low, which is what it contributes; of large programs each kind of layer first, and its layers
-   only where the kind matters.
+2. Each candidate low alone, which is what it contributes; equal layers together, and one by one where that matters.
 3. Candidates get float32 back, those that contribute most first, until the errors of the whole are within the budget.
 4. The plan on batches that the steps before have not seen; while it fails there, the next candidate gets float32 back.
 
@@ -14,7 +13,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
@@ -26,12 +24,8 @@ from xla_amp.tools.search.candidates import Candidate
 Plan: TypeAlias = frozenset[str]
 """Names of the candidates that run low; the others run in float32."""
 
-FEW: Final = 24
-"""Up to this many candidates are measured one by one; more are grouped by kind of layer first."""
 SMALL: Final = 0.25
-"""A group whose error is at most this share of the budget is not split."""
-CONFIDENCE: Final = 0.99
-"""Of the bound on the error of one more batch, by which plans are judged."""
+"""Equal layers whose error together is at most this share of the budget are not measured one by one."""
 
 
 class SearchProgram(abc.ABC):
@@ -49,27 +43,17 @@ class SearchProgram(abc.ABC):
         A value that is finite in float32 only is an infinite error.
         """
 
-    @abc.abstractmethod
-    def noise(self) -> Mapping[str, float]:
-        """The same errors of float32 itself with operands that differ by one rounding: no smaller error means much."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Assessment:
-    """Errors of one plan."""
+class Alone:
+    """What a candidate contributes."""
 
-    plan: Plan
     errors: Mapping[str, float]
-    """Largest error over the batches, by quantity."""
-    bounds: Mapping[str, float]
-    """Bound for further batches."""
+    """Largest error over the batches with nothing else low, by quantity."""
     load: float
-    """Largest share of a budget that a bound takes; within the budget up to 1."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether it is within the budget."""
-        return self.load <= 1
+    """Largest share of the budget that one of them takes."""
+    together: int
+    """Number of candidates that were low: 1, or it and its equals in other layers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,27 +64,17 @@ class Found:
     """Names of the candidates that run low."""
     errors: Mapping[str, float]
     """Largest measured error over all batches, by quantity."""
-    bounds: Mapping[str, float]
-    """Bound for further batches."""
     held_out: Mapping[str, float]
-    """Largest error on the batches that the search did not use."""
+    """Largest error on the batches that only check the plan; empty without such."""
     budget: Mapping[str, float]
     met: bool
     """Whether the errors on all batches are within the budget. Only a float32 program that is not reproducible, or
     that autocast cannot keep in float32, makes it False."""
-    alone: Mapping[str, Assessment]
-    """Candidate -> it alone, or with the equal layers of its `Assessment.plan`, low."""
-    noise: Mapping[str, float]
-    notes: Sequence[str]
+    alone: Mapping[str, Alone]
+    """Candidate -> what it contributes; empty if everything low is within the budget."""
 
 
-def search(
-    program: SearchProgram,
-    *,
-    budget: Mapping[str, float],
-    held_out: int | None = None,
-    confidence: float = CONFIDENCE,
-) -> Found:
+def search(program: SearchProgram, *, budget: Mapping[str, float], held_out: int | None = None) -> Found:
     """The plan with the fewest candidates in float32, those that contribute most, whose errors are within `budget`.
 
     Args:
@@ -108,7 +82,6 @@ def search(
         budget: quantity -> largest accepted relative error, ``{"loss": 1e-3, "gradients": 1e-2}``.  Quantities that it
             does not name are measured and reported only; they must be finite.
         held_out: number of batches, the last ones, that only check the result; None is a quarter, at least one.
-        confidence: of the bound on the error of one more batch, by which plans are judged.
 
     Raises:
         SearchError: the budget is not positive, names a quantity that is not measured, or there are too few batches.
@@ -119,103 +92,87 @@ def search(
     if not budget:
         raise SearchError('the budget names no quantity; expected e.g. {"loss": 1e-3}')
     kept = max(1, program.batches // 4) if held_out is None else held_out
-    if kept < 1 or program.batches - kept < 2:
+    if not 0 <= kept < program.batches:
         raise SearchError(
-            f"{program.batches} batches, {kept} of them held out: a search needs two or more for their spread, and one "
-            "or more to check the plan on; give three or more different batches"
+            f"{program.batches} batches, {kept} of them held out: a search needs one or more to measure on, and as a "
+            "rule one or more to check the plan on; give two or more different batches"
         )
-    return _Search(program, budget, kept, confidence).run()
+    return _Search(program, budget, kept).run()
 
 
 class _Search:
-    def __init__(self, program: SearchProgram, budget: Mapping[str, float], held_out: int, confidence: float) -> None:
+    def __init__(self, program: SearchProgram, budget: Mapping[str, float], held_out: int) -> None:
         self.candidates = {each.name: each for each in program.candidates}
         self.program = program
         self.budget = budget
-        self.used = list(range(program.batches - held_out))
-        self.kept = list(range(program.batches - held_out, program.batches))
-        self.confidence = confidence
+        self.used = range(program.batches - held_out)
+        self.kept = range(program.batches - held_out, program.batches)
         self.measured: dict[tuple[Plan, int], Mapping[str, float]] = {}
-        self.known: dict[Plan, Assessment] = {}
-        self.alone: dict[str, Assessment] = {}
-        self.notes: list[str] = []
+        self.alone: dict[str, Alone] = {}
 
     def run(self) -> Found:
-        zero = self._assess(Plan())
-        missing = [name for name in self.budget if name not in zero.bounds]
-        if missing:
+        known = self._errors(Plan(), 0)
+        if missing := [name for name in self.budget if name not in known]:
             raise SearchError(
-                f"the budget names {', '.join(missing)}; this program has {', '.join(zero.bounds) or 'nothing'}"
+                f"the budget names {', '.join(missing)}; this program has {', '.join(known) or 'nothing'}"
             )
-        noise = dict(self.program.noise())
-        for name, value in self.budget.items():
-            if value < noise.get(name, 0):
-                self.notes.append(
-                    f"the budget for {name}, {value:.1e}, is below what one rounding of the operands "
-                    f"changes in float32 ({noise[name]:.1e})"
-                )
-        best = self._within_budget()
+        plan, every = self._within_budget(), range(self.program.batches)
         return Found(
-            plan=best.plan,
-            errors=self._largest(best.plan, [*self.used, *self.kept]),
-            bounds=best.bounds,
-            held_out=self._largest(best.plan, self.kept),
+            plan=plan,
+            errors=self._largest(plan, every),
+            held_out=self._largest(plan, self.kept),
             budget=dict(self.budget),
-            met=self._holds(best.plan, [*self.used, *self.kept]),
+            met=self._fits(plan, every),
             alone=self.alone,
-            noise=noise,
-            notes=tuple(self.notes),
         )
 
-    def _within_budget(self) -> Assessment:
+    def _within_budget(self) -> Plan:
         everything = Plan(self.candidates)
-        if self._assess(everything).fits and self._holds(everything, self.kept):
-            return self.known[everything]
-        units = sorted(self._units(), key=lambda unit: -self.known[unit].load)  # stable: upstream first
+        if self._fits(everything, self.used) and self._fits(everything, self.kept):
+            return everything
+        units = sorted(self._units(), key=lambda unit: -self._load(unit, self.used))  # stable: upstream first
 
-        def after(count: int) -> Assessment:
-            return self._assess(everything.difference(*units[:count]))
+        def after(count: int) -> Plan:
+            return everything.difference(*units[:count])
 
         fails, fits = -1, len(units)
         while fits - fails > 1:
             middle = (fails + fits) // 2
-            fails, fits = (fails, middle) if after(middle).fits else (middle, fits)
-        if fits < len(units) and not self._holds(after(fits).plan, self.kept):
-            self.notes.append("a plan failed on the held-out batches, so these decided, too")
-        while fits < len(units) and not self._holds(after(fits).plan, self.kept):
+            fails, fits = (fails, middle) if self._fits(after(middle), self.used) else (middle, fits)
+        while fits < len(units) and not self._fits(after(fits), self.kept):
             fits += 1
         return after(fits)
 
     def _units(self) -> list[Plan]:
         """Candidates that get float32 back together, each measured alone, in the order of the program."""
-        single = [Plan({name}) for name in self.candidates]
-        if len(single) <= FEW:
-            return [self._note_alone(unit) for unit in single]
-        kinds: dict[tuple[str, str], set[str]] = {}
+        kinds: dict[tuple[str, str], list[str]] = {}
         for name, each in self.candidates.items():
-            kinds.setdefault((paths.pattern(each.scope), each.operation), set()).add(name)
+            kinds.setdefault((paths.pattern(each.scope), each.operation), []).append(name)
         units: list[Plan] = []
-        for kind in map(self._note_alone, map(Plan, kinds.values())):
-            if len(kind) > 1 and self.known[kind].load > SMALL:
-                units += [self._note_alone(unit) for unit in single if unit <= kind]
-            else:
-                units.append(kind)
+        for names in kinds.values():
+            together = self._note_alone(Plan(names))
+            splits = len(names) > 1 and self._load(together, self.used) > SMALL
+            units += [self._note_alone(Plan({name})) for name in names] if splits else [together]
         return units
 
     def _note_alone(self, unit: Plan) -> Plan:
-        found = self._assess(unit)
-        self.alone.update(dict.fromkeys(unit, found))
+        errors, load = self._largest(unit, self.used), self._load(unit, self.used)
+        self.alone.update(dict.fromkeys(unit, Alone(errors=errors, load=load, together=len(unit))))
         return unit
 
-    def _holds(self, plan: Plan, batches: Iterable[int]) -> bool:
-        """Whether the measured errors are within the budget on each of `batches`."""
-        found = [self._errors(plan, batch) for batch in batches]
-        within = all(errors[name] <= limit for errors in found for name, limit in self.budget.items())
-        return within and all(math.isfinite(value) for errors in found for value in errors.values())
+    def _fits(self, plan: Plan, batches: Iterable[int]) -> bool:
+        return self._load(plan, batches) <= 1
+
+    def _load(self, plan: Plan, batches: Iterable[int]) -> float:
+        """Largest share of the budget that an error takes; infinite if a quantity is not finite."""
+        errors = self._largest(plan, batches)
+        if not all(map(math.isfinite, errors.values())):
+            return math.inf
+        return max((errors[name] / limit for name, limit in self.budget.items() if name in errors), default=0.0)
 
     def _largest(self, plan: Plan, batches: Iterable[int]) -> dict[str, float]:
         measured = [self._errors(plan, batch) for batch in batches]
-        return {name: max(each[name] for each in measured) for name in measured[0]}
+        return {name: max(each[name] for each in measured) for name in (measured[0] if measured else ())}
 
     def _errors(self, plan: Plan, batch: int) -> Mapping[str, float]:
         if (plan, batch) not in self.measured:
@@ -224,45 +181,3 @@ class _Search:
             found = self.program.evaluate(plan, batch)
             self.measured[plan, batch] = {k: math.inf if math.isnan(v) else abs(float(v)) for k, v in found.items()}
         return self.measured[plan, batch]
-
-    def _assess(self, plan: Plan) -> Assessment:
-        if plan not in self.known:
-            found = [self._errors(plan, batch) for batch in self.used]
-            bounds = {name: bound([each[name] for each in found], self.confidence) for name in found[0]}
-            load = max((bounds[name] / limit for name, limit in self.budget.items() if name in bounds), default=0.0)
-            errors = self._largest(plan, self.used)
-            if not all(map(math.isfinite, errors.values())):
-                load = math.inf
-            self.known[plan] = Assessment(plan=plan, errors=errors, bounds=bounds, load=load)
-        return self.known[plan]
-
-
-def bound(values: Sequence[float], confidence: float) -> float:
-    """An upper bound for the error on one more batch, at `confidence`, from the errors on `values`' batches.
-
-    It is the prediction limit of a normal sample, ``mean + t s sqrt(1 + 1/n)``, and at least the largest value.
-
-    Example:
-        >>> round(bound([1.0, 1.0, 1.0], 0.99), 3), round(bound([0.9, 1.0, 1.1], 0.99), 2)
-        (1.0, 1.76)
-    """
-    worst = max(values)
-    if len(values) < 2 or math.isinf(worst):
-        return worst
-    deviation = statistics.stdev(values) * math.sqrt(1 + 1 / len(values))
-    return max(worst, statistics.fmean(values) + student(confidence, len(values) - 1) * deviation)
-
-
-def student(confidence: float, freedom: int) -> float:
-    """The quantile of Student's t distribution, by the expansion of Cornish and Fisher (Abramowitz, Stegun 26.7.5).
-
-    Within 10 % for two degrees of freedom, and 1 % from five on, at the confidences of `search`.
-    """
-    z = statistics.NormalDist().inv_cdf(confidence)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return math.fsum(term / freedom**power for power, term in enumerate(terms))

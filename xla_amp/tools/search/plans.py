@@ -14,39 +14,32 @@ from xla_amp.policy.policy import MEASURED, RuleLayer
 from xla_amp.tools.search.candidates import Candidate
 from xla_amp.tools.search.planner import Plan
 
-NAME = "searched"
 BASE = "lean"
 """The policy below the rows: everything that may run low does, and what no plan should lower is float32."""
 
-Why = Callable[[Sequence[Candidate]], str]
-"""The reason of a row, from its candidates."""
 
-
-def _unsaid(_: Sequence[Candidate]) -> str:
-    return f"a plan of a {MEASURED}"
-
-
-def rows(plan: Plan, candidates: Sequence[Candidate], why: Why = _unsaid) -> list[Rule]:
-    """The rules of `plan`: scopes in the order of the program, for each of them its low and its float32 operations."""
+def policy(
+    plan: Plan,
+    candidates: Sequence[Candidate],
+    low: LowDtype,
+    why: Callable[[Sequence[Candidate]], str] = lambda _: f"a plan of a {MEASURED}",
+) -> Policy:
+    """The policy under which a front runs `plan`: rows in the order of the program, `why` gives the reason of each."""
     groups: dict[tuple[str, Cast], list[Candidate]] = {}
     for each in candidates:
-        groups.setdefault((each.scope, each.low if each.name in plan else "fp32"), []).append(each)
-    return [
+        groups.setdefault((each.scope, "low" if each.name in plan else "fp32"), []).append(each)
+    rows = [
         rule(f"{MEASURED}, row {number}", [each.name for each in found], cast, why=why(found), source=MEASURED)
         for number, ((_, cast), found) in enumerate(groups.items(), 1)
     ]
-
-
-def policy(plan: Plan, candidates: Sequence[Candidate], low: LowDtype, why: Why = _unsaid) -> Policy:
-    """The policy under which a front runs `plan`, with the reason of each row."""
-    return _policy(tuple(rows(plan, candidates, why)), low)
+    return _policy(tuple(rows), low)
 
 
 @functools.lru_cache(maxsize=64)
 def _policy(found: tuple[Rule, ...], low: LowDtype) -> Policy:
     base = load_policy(BASE)
     layer = check(RuleLayer(layer="file", origin=MEASURED, rules=found))
-    return Policy(name=NAME, low=low, dtypes=base.dtypes, layers=(*base.layers, layer), source=MEASURED)
+    return Policy(name="searched", low=low, dtypes=base.dtypes, layers=(*base.layers, layer), source=MEASURED)
 
 
 def to_toml(found: Policy, summary: str, lines: Sequence[str] = ()) -> str:

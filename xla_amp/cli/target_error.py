@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from xla_amp.common.types import LowDtype
 from xla_amp.errors import ModuleError
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import ir, samples
-from xla_amp.stablehlo.passes import calibration, sizes
+from xla_amp.stablehlo.passes import calibration
 from xla_amp.stablehlo.passes.autocast import Conversion, Converted, convert, warn_of_rules
 from xla_amp.stablehlo.passes.cast_graph import CastNode
 from xla_amp.stablehlo.passes.module_paths import own_path
@@ -27,15 +27,11 @@ from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.stablehlo.passes.report import emit_events
 from xla_amp.stablehlo.program import Program
 from xla_amp.tools.inspect import comparison, names
-from xla_amp.tools.search import CONFIDENCE, Assessment, Candidate, Found, Plan, SearchProgram, search
+from xla_amp.tools.search import Candidate, Found, Plan, SearchProgram, search
 
 _QUANTITY: Final = "results"
 _MOST: Final = 64
 """Largest number of candidates: more products than these are decided in runs of neighbours."""
-_FEW: Final = 3
-"""Fewer samples than these say nothing about others: the bound is the worst of them."""
-_WITHOUT_SPREAD: Final = 0.5
-"""Confidence of a bound that is the worst sample."""
 
 Sample = Sequence[np.ndarray[Any, Any]]
 
@@ -105,18 +101,12 @@ def _error(error: comparison.Error, noise: bool) -> float:
     return 0.0 if noise else error.relative
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Within:
+class Within(NamedTuple):
     """The result of `convert_within`."""
 
     converted: Converted
     achieved: Achieved
     found: Found
-
-    @property
-    def met(self) -> bool:
-        """Whether the error on every sample is within the target."""
-        return self.achieved.error <= self.found.budget[_QUANTITY]
 
 
 def convert_within(
@@ -131,8 +121,7 @@ def convert_within(
 ) -> Within:
     """Converts `program` so that the results on all samples are within `target_error`, with as many low products.
 
-    Three samples or more also bound the error of further ones, and the last quarter of them only checks the result, as
-    in `xla_amp.jax.search`.
+    Of two samples or more the last quarter only checks the result, as in `xla_amp.jax.search`.
 
     Args:
         program: as `io.load` gives it.
@@ -146,33 +135,19 @@ def convert_within(
     Raises:
         ModuleError: the program cannot be run on one device, or the samples do not fit.
     """
-    planned = Planned(program, policy, low, given, keep_io)
+    planned = _Planned(program, policy, low, given, keep_io)
     warn_of_rules(program, policy, planned.first, strict=strict)
-    few = len(given) < _FEW
-    found = search(
-        planned,
-        budget={_QUANTITY: target_error},
-        held_out=1 if few else None,
-        confidence=_WITHOUT_SPREAD if few else CONFIDENCE,
-    )
+    found = search(planned, budget={_QUANTITY: target_error}, held_out=0 if len(given) == 1 else None)
     converted = planned.converted(found.plan, found)
     emit_events(converted.report)
-    achieved = planned.original.measure(comparison.Runs(converted.module))
-    return Within(converted=converted, achieved=achieved, found=found)
+    return Within(converted, planned.original.measure(comparison.Runs(converted.module)), found)
 
 
-class Planned(SearchProgram):
+class _Planned(SearchProgram):
     """The program as `search` sees it: a candidate for each product, or for each run of neighbours."""
 
-    def __init__(
-        self,
-        program: Program,
-        policy: Policy,
-        low: LowDtype,
-        given: Sequence[Sample],
-        keep_io: bool = True,
-    ) -> None:
-        self.batches = max(3, len(given))  # a search wants three; of fewer samples the first ones count twice
+    def __init__(self, program: Program, policy: Policy, low: LowDtype, given: Sequence[Sample], keep_io: bool) -> None:
+        self.batches = len(given)
         self._program, self._policy, self._low, self._keep_io = program, policy, low, keep_io
         self._samples = list(given)
         self.original = Original(program, given)
@@ -183,43 +158,30 @@ class Planned(SearchProgram):
         size = math.ceil(len(self._products) / _MOST) or 1
         runs = [self._products[start : start + size] for start in range(0, len(self._products), size)]
         self._nodes = {run[0][1].name: frozenset(number for number, _ in run) for run in runs}
-        self.candidates = [_joined([each for _, each in run]) for run in runs]
+        self.candidates = [run[0][1] for run in runs]
         self._last: tuple[Plan, comparison.Runs] | None = None
 
     def evaluate(self, plan: Plan, batch: int) -> Mapping[str, float]:
         """The error of the plan on one sample."""
-        return {_QUANTITY: self._error(plan, batch % len(self._samples))}
-
-    @functools.cache  # noqa: B019 - lives as long as one search
-    def _error(self, plan: Plan, sample: int) -> float:
         if self._last is None or self._last[0] != plan:
             self._last = plan, comparison.Runs(self.converted(plan).module)
-        return self.original.measure(self._last[1], [sample]).error
-
-    def noise(self) -> Mapping[str, float]:
-        """What one rounding changes."""
-        return {_QUANTITY: self.original.measure(comparison.Runs(self._program.module)).rounding}
+        return {_QUANTITY: self.original.measure(self._last[1], [batch]).error}
 
     def converted(self, plan: Plan, found: Found | None = None) -> Converted:
         """The program of a plan; with `found` reasons have the measured errors."""
-        low = frozenset[int]().union(*(self._nodes[name] for name in plan))
         reasons = dict(self._flagged)
         for name, numbers in self._nodes.items():
-            reasons.update((number, self._why(name, found)) for number in numbers - low)
+            if name not in plan:
+                reasons.update(dict.fromkeys(numbers, self._why(name, found)))
         return self._convert(lambda _, propagation: _by_number(propagation, reasons)).converted
 
     def _why(self, name: str, found: Found | None) -> str:
-        alone = found and found.alone.get(name)
-        if not found or not alone:
+        if found is None or name not in found.alone:
             return "target error: not within it with everything low"
         return (
-            f"target error: with nothing else in {self._low} the results are wrong by {alone.errors[_QUANTITY]:.2g}"
-            f"{self._beyond(alone)}; the target is {found.budget[_QUANTITY]:.2g}"
+            f"target error: with nothing else in {self._low} the results are wrong by "
+            f"{found.alone[name].errors[_QUANTITY]:.2g}; the target is {found.budget[_QUANTITY]:.2g}"
         )
-
-    def _beyond(self, alone: Assessment) -> str:
-        bound = alone.bounds[_QUANTITY]
-        return f", on further samples by up to {bound:.2g}" if bound > alone.errors[_QUANTITY] else ""
 
     def _convert(self, keep: Callable[[ir.MlirModule, Propagation], Callable[[CastNode], str]]) -> Conversion:
         return convert(self._program, self._policy, self._low, keep_io=self._keep_io, keep=keep)
@@ -231,23 +193,9 @@ class Planned(SearchProgram):
             if why := reasons(node):
                 self._flagged[number] = why
             elif node.low and node.colour == "allow" and node.index is None:
-                each = Candidate(
-                    name=f"{number}",
-                    scope=own_path(node.operation) or "",
-                    operation=node.op_class.name if node.op_class else "",
-                    flops=sizes.flops(node.operation) or 0,
-                )
-                self._products.append((number, each))
-        return lambda node: reasons(node)
-
-
-def _joined(run: Sequence[Candidate]) -> Candidate:
-    """One candidate for all of a run, with the name and scope of the first."""
-    return dataclasses.replace(
-        run[0],
-        flops=sum(each.flops for each in run),
-        count=len(run),
-    )
+                scope, operation = own_path(node.operation) or "", node.op_class.name if node.op_class else ""
+                self._products.append((number, Candidate(name=f"{number}", scope=scope, operation=operation)))
+        return reasons
 
 
 def _by_number(propagation: Propagation, reasons: Mapping[int, str]) -> Callable[[CastNode], str]:
