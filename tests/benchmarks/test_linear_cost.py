@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import forked
+import pytest
 from source_tree import ROOT
 
 COUNT = """
@@ -19,6 +20,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.full
 def test_every_layer_adds_the_same_operations_and_inputs():
     done = forked.run(ROOT / "benchmarks", program=COUNT)
     assert done.returncode == 0, done.stderr

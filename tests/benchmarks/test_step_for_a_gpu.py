@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import forked
+import pytest
 from source_tree import ROOT
 
 COUNT = r"""
@@ -21,6 +22,7 @@ print(json.dumps([found(torch.bfloat16), found(None), xla_amp.metrics()["device_
 """
 
 
+@pytest.mark.full
 def test_every_contraction_is_low_under_autocast_and_none_without():
     done = forked.run(ROOT / "benchmarks", program=COUNT)
     assert done.returncode == 0, done.stderr

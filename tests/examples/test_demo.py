@@ -12,6 +12,7 @@ from source_tree import ROOT
 EXAMPLE = ROOT / "examples" / "demo.py"
 
 
+@pytest.mark.full
 def test_the_demo_compares_float32_and_bfloat16():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
     done = forked.run(EXAMPLE, "--width", "64", "--steps", "4", "--json", environment=environment)

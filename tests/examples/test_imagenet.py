@@ -63,6 +63,7 @@ def test_it_learns_and_resumes_from_its_checkpoint_bitwise(tmp_path):
         assert torch.equal(tensor.cpu(), other["model"][name].cpu()), name
 
 
+@pytest.mark.full
 def test_fake_data_measures_speed():
     found = results("--fake-data", "--epochs=1", "--steps=8")
     assert found["images_per_second"] > 0

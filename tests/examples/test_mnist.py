@@ -71,6 +71,7 @@ def test_on_pytorch_itself(tmp_path):
     assert float(rows[-1]["accuracy"]) == found["accuracy"]
 
 
+@pytest.mark.full
 def test_it_ends_with_what_the_figures_mean():
     """README's first command, so in a new interpreter."""
     command = [sys.executable, EXAMPLE, "--precision=bf16", "--epochs=1"]
@@ -132,6 +133,7 @@ def test_idx_files(mnist, mnist_folder):
     assert bright.tolist() == (2 * labels + 4).tolist()
 
 
+@pytest.mark.full
 def test_training_on_idx_files(mnist_folder):
     flags = ["--device=cpu", "--precision=fp32", "--optimizer=adam", "--epochs=4", "--batch-size=16"]
     assert results(f"--data-dir={mnist_folder}", *flags)["accuracy"] > 0.9

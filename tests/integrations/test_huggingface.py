@@ -618,6 +618,7 @@ def test_the_trainer_needs_its_patches(tmp_path: Path) -> None:
         TrainingArguments(tmp_path, bf16=True, report_to=[])
 
 
+@pytest.mark.full
 def test_a_variable_enables_a_script_that_does_not_name_the_package(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

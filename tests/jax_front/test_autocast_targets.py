@@ -74,6 +74,7 @@ def test_on_v6e_it_costs_what_the_hand_written_model_costs(compiled):
         assert {dtypes[:2] for dtypes in ours.contractions()} == {("bfloat16", "bfloat16")}, name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["autocast", "autocast of the whole step"])
 def test_on_h100_every_product_is_low_and_weights_get_float32(compiled, name):
     ours = compiled("h100", name).contractions()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import jax.numpy as jnp
+import pytest
 from monitor_on_two_processes import BAD, ROW, step
 
 from xla_amp.jax import LossScale, find_overflow
@@ -17,6 +18,7 @@ from xla_amp.tools.monitor.on_jax import load
 PROGRAM = Path(__file__).with_name("monitor_on_two_processes.py")
 
 
+@pytest.mark.full
 def test_two_processes_keep_one_step_and_one_process_runs_it(tmp_path):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))

@@ -150,6 +150,7 @@ def test_rules_and_the_reason() -> None:
         assert "while_loop = low" in why
 
 
+@pytest.mark.full
 def test_solvers_of_libraries() -> None:
     """A Newton iteration, a linear solver and an adaptive step; the gradient takes the same steps again."""
     lineax, optimistix = pytest.importorskip("lineax"), pytest.importorskip("optimistix")

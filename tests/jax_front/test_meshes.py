@@ -18,7 +18,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("programs_on_four_devices.py")
 QUICK = {
-    "explicit": ("block", "auto_axes", "shard_map over model", "training"),
+    "explicit": ("block",),
     "mixed": ("perceptron", "scan of checkpoint"),
 }
 """Mesh -> programs of a plain run; `test_all_programs` has the others."""

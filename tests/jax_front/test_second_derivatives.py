@@ -82,6 +82,7 @@ def test_hessian_times_a_vector(name, mode):
     assert float(jnp.linalg.norm(given - expected) / jnp.linalg.norm(expected)) < 0.02
 
 
+@pytest.mark.full
 def test_a_hessian_of_a_scale_in_a_loop():
     loss, parameters = MODELS["recurrent"]
 

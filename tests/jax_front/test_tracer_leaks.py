@@ -46,6 +46,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_tracer_outlives_its_trace(name):
     def loss(x, w):
@@ -64,6 +65,7 @@ def test_no_tracer_outlives_its_trace(name):
             call(X, W)
 
 
+@pytest.mark.full
 def test_a_leak_of_the_program_is_found():
     kept = []
 

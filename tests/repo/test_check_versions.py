@@ -36,6 +36,7 @@ def test_what_pytest_counted(last, want):
     assert check_versions.counts(f"...\n{last}\n") == want
 
 
+@pytest.mark.full
 def test_a_row_with_an_environment_that_is_there(tmp_path, monkeypatch):
     (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n\ndef test_two():\n    assert False\n")
     monkeypatch.setattr(check_versions, "FOLDER", tmp_path)

@@ -26,6 +26,7 @@ def _run(program: str, **environment: str) -> str:
     return run.stdout
 
 
+@pytest.mark.full
 def test_blocks_run_and_print_what_their_comments_say():
     program = "".join(block for page in ("install", "pytorch") for block in python_blocks(f"docs/{page}.md"))
     expected = re.findall(r"^ *print\(.*\)  # ([\w.]+)", program, re.MULTILINE)
@@ -34,6 +35,7 @@ def test_blocks_run_and_print_what_their_comments_say():
     assert all(line.startswith(start) for line, start in zip(printed, expected, strict=True))
 
 
+@pytest.mark.full
 def test_the_tutorial_trains_in_every_step():
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     printed = _run("\n".join(python_blocks("docs/tutorial.md")), XLA_FLAGS=flags)
@@ -184,6 +186,7 @@ __name__ = "docs"  # only defines what processes would run
 """
 
 
+@pytest.mark.full
 def test_what_the_migration_page_says_to_write_runs():
     page = (ROOT / "docs" / "migration.md").read_text()
     after = re.findall(r'^```python title="after"\n(.*?)^```', page, re.DOTALL | re.MULTILINE)

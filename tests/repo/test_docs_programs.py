@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import forked
+import pytest
 from source_tree import ROOT
 
 ELSEWHERE = {
@@ -109,11 +110,13 @@ def test_every_page_with_python_is_run():
     assert {page for page in pages if blocks(page)} == set(SETUPS) | set(ELSEWHERE)
 
 
+@pytest.mark.full
 def test_on_one_device(tmp_path):
     pages = [page for page in SETUPS if page != "distributed"]
     assert ran(pages, tmp_path) == {page: len(blocks(page)) for page in pages}
 
 
+@pytest.mark.full
 def test_on_eight_devices(tmp_path):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     assert ran(["distributed"], tmp_path, XLA_FLAGS=flags) == {"distributed": 6}

@@ -74,6 +74,7 @@ def test_the_jax_front_loads_no_family_of_lowerings():
     assert loaded(program, ("torch", "xla_amp.lowering.families", "xla_amp.lowering.math")) == ""
 
 
+@pytest.mark.full
 def test_the_load_check_can_fail():
     assert loaded("import xla_amp, torch, jax; print('hello')", HEAVY).split() == [
         "hello",
@@ -124,6 +125,7 @@ def test_a_started_device_is_noticed():
         after("import jax; jax.devices()", "")
 
 
+@pytest.mark.full
 def test_the_patch_check_can_fail():
     named = {
         "torch.mm = lambda *a: None": "('torch', 'mm')",

@@ -14,6 +14,7 @@ from source_tree import ROOT
 FOLDER = ROOT / "tests" / "torch_xla_engine"
 
 
+@pytest.mark.full
 @pytest.mark.skipif(find_spec("torch_xla") is not None, reason="nothing is left out where torch_xla is installed")
 @pytest.mark.parametrize(
     ("argument", "workers", "said"),
@@ -38,6 +39,7 @@ def collected(*options: str) -> list[list[str]]:
     return [line.partition("[")[2].rstrip("]").split("-") for line in done.stdout.splitlines() if "::" in line]
 
 
+@pytest.mark.full
 def test_the_default_run_has_each_row_of_a_matrix_once():
     default, everything = collected(), collected("-m", "full or not full")
     sides = [set(side) for side in zip(*everything, strict=True)]

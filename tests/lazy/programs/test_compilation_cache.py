@@ -95,6 +95,7 @@ def test_other_flags_are_another_folder(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("programs-*"))) == 4
 
 
+@pytest.mark.full
 def test_another_version_is_another_folder(tmp_path: Path) -> None:
     named = {"XLA_AMP_CACHE": str(tmp_path)}
     other = "from importlib import metadata; old = metadata.version; metadata.version = lambda name: old(name) + '.1'"
@@ -257,6 +258,7 @@ def test_a_cache_of_the_users_is_left(device: torch.device, tmp_path: Path) -> N
     assert jax.config.values["jax_persistent_cache_min_compile_time_secs"] == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sharded", ["", "sharded"])
 def test_the_first_of_two_processes_loads_what_they_run_together(tmp_path: Path, sharded: str) -> None:
     found = []
@@ -273,6 +275,7 @@ def test_the_first_of_two_processes_loads_what_they_run_together(tmp_path: Path,
     assert (first["compilations"], first["programs_loaded"]) == (0, second["compilations"]) == (0, 2)
 
 
+@pytest.mark.full
 def test_eight_processes_that_start_at_once_and_one_that_is_killed(tmp_path: Path) -> None:
     named = {**os.environ, "XLA_AMP_CACHE": str(tmp_path / "cache")}
     done = forked.run(PROGRAM, tmp_path, program=STARTS, environment=named, warnings="error")

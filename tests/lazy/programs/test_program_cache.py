@@ -47,6 +47,7 @@ def train(device: torch.device, shapes: range) -> list[float]:
     return losses
 
 
+@pytest.mark.full
 def test_forty_shapes_stay_within_the_limit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_AMP_PROGRAM_MEMORY", str(LIMIT))
     monkeypatch.setattr(program_cache, "_LEAST_INSTRUCTIONS", 16)

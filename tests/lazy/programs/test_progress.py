@@ -24,6 +24,7 @@ def compile_for(seconds: float, *, stores: bool = True) -> None:
         time.sleep(seconds)
 
 
+@pytest.mark.full
 def test_a_long_compilation_says_what_and_how_long(caplog: pytest.LogCaptureFixture) -> None:
     compile_for(0.5)
     first, last = caplog.records

@@ -176,7 +176,7 @@ def run(seeds: range) -> list[Pair]:
     return pairs
 
 
-@pytest.mark.parametrize("group", [*range(4), *(pytest.param(n, marks=pytest.mark.full) for n in range(4, 20))])
+@pytest.mark.parametrize("group", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 20))])
 def test_random_programs(device: torch.device, group: int) -> None:
     """A hundred programs each: two thousand in all."""
     for pair in run(range(100 * group, 100 * group + 100)):

@@ -109,6 +109,7 @@ print("all well")
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
 def test_forked_children() -> None:
     environment = config.child_environment({"JAX_PLATFORMS": "cpu"})

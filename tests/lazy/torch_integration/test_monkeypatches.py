@@ -6,6 +6,7 @@ import json
 import re
 
 import forked
+import pytest
 import torch
 from source_tree import ROOT
 
@@ -91,6 +92,7 @@ def test_starting_the_device_changes_what_the_table_names():
     assert changed("lazy.device()") == set(filter(exists, table())) | set(monkeypatches.REGISTRATIONS)
 
 
+@pytest.mark.full
 def test_the_comparison_can_fail():
     statements = {
         "torch.mm = lambda *a: None": "torch.mm",

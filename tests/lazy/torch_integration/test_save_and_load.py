@@ -380,6 +380,7 @@ assert torch.load("state.pt", map_location="jax")["first"].device == state["firs
 """
 
 
+@pytest.mark.full
 def test_another_process_loads_without_importing_the_package(device: torch.device, tmp_path: Path) -> None:
     torch.save(make("tied", device).state_dict(), tmp_path / "state.pt")
     done = run(FRESH, tmp_path)

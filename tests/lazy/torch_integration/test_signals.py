@@ -355,6 +355,7 @@ CASES = {
 
 
 # Python prints and drops what a signal raises while an object is freed, on every device.
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("phase", ["stock AdamW", "eager loop", "threads"])
 def test_interrupts_at_random_moments(device, phase):
