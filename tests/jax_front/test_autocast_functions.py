@@ -49,9 +49,10 @@ def arrays(tree, dtype):
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), tree)
 
 
-def run(row, function, p, x, directions, dtype):
-    """All compositions in one jitted program, so gradients of jit are covered, too."""
+def run(row, function, p, x, directions, dtype, names):
+    """Compositions in one jitted program, so gradients of jit are covered, too."""
     parts = compositions(function, row, jnp.asarray(directions, dtype))
+    parts = {name: part for name, part in parts.items() if name in names}
     together = jax.jit(lambda p, x: {name: part(p, x) for name, part in parts.items()})
     return together(arrays(p, dtype), arrays(x, dtype))
 
@@ -89,17 +90,20 @@ def distance(found, expected):
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [("grad",), pytest.param(("forward", "grad in scan", "vmap"), marks=pytest.mark.full)],
+    ids=["grad", "rest"],
+)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-def test_values_are_close_to_float64_and_dtypes_are_kept(row):
+def test_values_are_close_to_float64_and_dtypes_are_kept(row, names):
     p, x, directions = case(row)
-    found = run(row, autocast(row.function), p, x, directions, jnp.float32)
+    found = run(row, autocast(row.function), p, x, directions, jnp.float32, names)
     with jax.enable_x64(True):
-        expected = run(row, row.exact or row.function, p, x, directions, jnp.float64)
+        expected = run(row, row.exact or row.function, p, x, directions, jnp.float64, names)
     for part in found:
         assert distance(found[part], expected[part]) < row.tolerance, part
         assert {leaf.dtype for leaf in jax.tree.leaves(found[part])} == {jnp.dtype("float32")}, part
-    # Eagerly, without jit: the same program in parts.
-    (eager,) = (compositions(autocast(row.function), row, jnp.asarray(directions, jnp.float32))["forward"],)
-    once = eager(arrays(p, jnp.float32), arrays(x, jnp.float32))
-    assert distance(once, expected["forward"]) < row.tolerance
-    assert distance(once, expected["forward"]) > 1e-6  # a float32 run would be closer
+    if "forward" in names:  # eagerly, without jit: the same program in parts
+        once = autocast(row.function)(arrays(p, jnp.float32), arrays(x, jnp.float32))
+        assert 1e-6 < distance(once, expected["forward"]) < row.tolerance  # a float32 run would be closer
