@@ -57,6 +57,7 @@ def test_a_flax_transformer_of_24_layers():
     compare(loss, weights, words, loss_tolerance=2e-3, least_cosine=0.999)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("platform", "most"), [("cpu", 1.45), ("tpu", 1.0)])
 def test_the_text_of_a_program_grows_little(platform, most):
     model, words = Transformer(layers=8), tokens()
@@ -159,6 +160,7 @@ def test_an_nnx_training_step_as_a_whole():
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
 
 
+@pytest.mark.full
 def test_an_optax_training_step_as_a_whole():
     model, words = Transformer(layers=1), tokens()
     weights = model.init(jax.random.key(1), words)

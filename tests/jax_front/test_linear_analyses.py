@@ -70,6 +70,7 @@ def test_each_function_is_analysed_once(name: str, residual: str) -> None:
     assert len(steps) == 1, counts
 
 
+@pytest.mark.full
 def test_a_report_has_every_call_and_traces_each_function_once() -> None:
     function = nested(AROUND["jit"], 12)
     report = autocast(function, dtype="bfloat16").report(X, W)

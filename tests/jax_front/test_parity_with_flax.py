@@ -67,6 +67,7 @@ def adds(function, *args):
     return found
 
 
+@pytest.mark.full
 def test_biases_and_saved_bytes_are_those_of_flax():
     x = jnp.ones((8, 16, 32), jnp.bfloat16).astype(jnp.float32)
     weights = Mlp().init(jax.random.key(0), x)
@@ -238,6 +239,7 @@ def test_a_low_residual_stream_leaves_sums_alone():
         autocast(layers, residual="half")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("carry", ["keep", "low"])
 def test_a_low_residual_stream_leaves_a_solver_alone(carry):
     w, y0 = jax.random.normal(jax.random.key(0), (6, 6)) / 2, jax.random.normal(jax.random.key(1), (6,))

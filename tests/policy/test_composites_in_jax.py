@@ -58,6 +58,7 @@ def test_a_composite_computes_as_torchs_kernel(name: str, function: Any, of_torc
         np.testing.assert_allclose(got, wanted.float().numpy(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.full
 def test_derivatives_follow_the_rule_and_stay_close() -> None:
     def loss(x: Any, w: Any) -> Any:
         return (nn.softmax(nn.relu(x @ w)) * jnp.arange(8.0)).sum()
@@ -72,6 +73,7 @@ def test_derivatives_follow_the_rule_and_stay_close() -> None:
             np.testing.assert_allclose(got, wanted, atol=0.03 * float(jnp.abs(wanted).max()))
 
 
+@pytest.mark.full
 def test_layers_of_flax_and_equinox() -> None:
     flax = pytest.importorskip("flax.linen")
     equinox = pytest.importorskip("equinox")

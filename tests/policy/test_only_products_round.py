@@ -268,6 +268,7 @@ def test_both_sides_of_a_comparison_are_rounded_alike(front: str) -> None:
     assert not [name for name, value in found.items() if not np.all(value)]
 
 
+@pytest.mark.full
 def test_a_program_without_gain_is_that_of_float32_in_torch() -> None:
     device = xla_amp.xla_device()
     x, w = (torch.from_numpy(value).to(device) for value in (X, W))

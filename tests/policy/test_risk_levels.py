@@ -75,6 +75,7 @@ def test_the_gradient_of_an_embedding_adds_up_in_float32() -> None:
         assert weight.grad[0].cpu().tolist() == [1000.0] * 4  # a running bfloat16 sum of ones stops at 256
 
 
+@pytest.mark.full
 def test_lean_in_jax() -> None:
     flax = pytest.importorskip("flax.linen")
 

@@ -305,6 +305,7 @@ def test_rules_for_modules_are_followed(device):
     assert seen == [torch.float32]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [xla_amp.syncfree.AdamW, torch.optim.AdamW])
 def test_a_whole_training_step_may_be_compiled(device, make):
     losses = []

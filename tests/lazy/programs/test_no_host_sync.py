@@ -109,6 +109,7 @@ def _slow(x: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, 400, lambda _, y: jnp.tanh(y @ y), x)
 
 
+@pytest.mark.full
 def test_a_step_does_not_wait_for_its_input(device: torch.device) -> None:
     """Steps are dispatched while the input of the first is still being computed.
 

@@ -203,6 +203,7 @@ def _slow(device: torch.device) -> torch.Tensor:
     return x
 
 
+@pytest.mark.full
 def test_waiting_is_for_programs_of_other_threads_too(device: torch.device) -> None:
     """XLA:CPU runs programs of one thread in order, and those of several side by side."""
 
@@ -231,6 +232,7 @@ def test_waiting_does_not_hold_the_tape(device: torch.device) -> None:
     assert y.tolist() == [2, 2, 2]
 
 
+@pytest.mark.full
 def test_two_threads_wait_at_the_same_time(device: torch.device) -> None:
     _slow(device).sum().item()
     x = _slow(device)
