@@ -65,18 +65,26 @@ def _is_on_the_cpu(item: pytest.Function) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as ``full`` what crosses rows: of a matrix the default run has each row of each side, once.
+    """Marks as ``full`` what crosses rows: of a matrix the default run has each row of each side.
 
-    An item whose rows have all been in an item before it is one more combination of them.  The CPU comes last: the
-    XLA device has all rows of a test that runs on both.
+    First come items with new rows only, which is a diagonal of the matrix, then those with a new row beside others; the
+    rest is one more combination of them.  The CPU comes last: the XLA device has all rows of a test that runs on both.
     """
     seen: dict[str, set[Hashable]] = collections.defaultdict(set)
-    crossed = [item for item in items if hasattr(item, "callspec") and not item.get_closest_marker("full")]
-    for item in sorted(crossed, key=_is_on_the_cpu):
-        rows = set(_rows(item))
-        if rows <= seen[item.nodeid.partition("[")[0]]:
+    crossed = [
+        (item, set(_rows(item)), seen[item.nodeid.partition("[")[0]])
+        for item in sorted(items, key=lambda item: hasattr(item, "callspec") and _is_on_the_cpu(item))
+        if hasattr(item, "callspec") and not item.get_closest_marker("full")
+    ]
+    chosen = set()
+    for item, rows, before in crossed:
+        if before.isdisjoint(rows) and not _is_on_the_cpu(item):
+            chosen.add(item)
+            before |= rows
+    for item, rows, before in crossed:
+        if item not in chosen and rows <= before:
             item.add_marker("full")
-        seen[item.nodeid.partition("[")[0]] |= rows
+        before |= rows
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
