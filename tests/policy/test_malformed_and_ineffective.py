@@ -106,27 +106,27 @@ def test_malformed_rules_of_the_command(
     assert message in capsys.readouterr().err
 
 
-def in_jax(rules: Any) -> None:
+def in_jax(rules: Any, strict: bool = False) -> None:
     with policy.override(rules):
-        jax.make_jaxpr(autocast(step))(X, W)
+        jax.make_jaxpr(autocast(step, strict=strict))(X, W)
 
 
-def in_stablehlo(rules: Any) -> None:
-    stablehlo.autocast(jax.jit(step).lower(X, W), rules=rules)
+def in_stablehlo(rules: Any, strict: bool = False) -> None:
+    stablehlo.autocast(jax.jit(step).lower(X, W), rules=rules, strict=strict)
 
 
-def in_torch(rules: Any) -> None:
-    with policy.override(rules), xla_amp.autocast("cpu"):
+def in_torch(rules: Any, strict: bool = False) -> None:
+    with policy.override(rules, strict=strict), xla_amp.autocast("cpu"):
         torch.tanh(torch.ones(2, 2) @ torch.ones(2, 2))
 
 
-def precise(rules: Any) -> None:
+def precise(rules: Any, strict: bool = False) -> None:
     with policy.override(rules):
-        jax.make_jaxpr(autocast(lambda x, w: jnp.matmul(x, w, precision="highest")))(X, W)
+        jax.make_jaxpr(autocast(lambda x, w: jnp.matmul(x, w, precision="highest"), strict=strict))(X, W)
 
 
 # Front, rules of which one has no effect, and the line about it.  An error where no program of the front can follow it.
-INEFFECTIVE: list[tuple[Callable[[Any], None], Any, type[Exception], str]] = [
+INEFFECTIVE: list[tuple[Callable[..., None], Any, type[Exception], str]] = [
     (in_jax, {"sin": "fp32", "mm": "low"}, RuleWarning, r"sin = fp32 .*: it matched no operation of the program"),
     (in_jax, {"bmm": "fp32"}, RuleWarning, r"bmm = fp32 .*: it matched no operation"),
     (in_jax, {"fft_*": "fp32"}, RuleWarning, r"fft_\* = fp32 .*: it matched no operation"),
@@ -138,6 +138,10 @@ INEFFECTIVE: list[tuple[Callable[[Any], None], Any, type[Exception], str]] = [
     (in_stablehlo, {"exponential": "fp32_inside"}, RuleWarning, r"exponential = fp32_inside .*matched no operation"),
     (in_stablehlo, {"sum": "low"}, RuleWarning, r"sum = low .*: reduce.add stays float32: a running sum"),
     (in_stablehlo, {"conv2d": "low_fp32_out"}, RuleWarning, r"conv2d = low_fp32_out .*: it matched no operation"),
+    (in_stablehlo, {"fft_*": "low"}, RuleWarning, r"fft_\* = low .*: it matched no operation"),
+    (in_stablehlo, {"module:*head": "fp32"}, RuleWarning, r"module:\*head = fp32 .*: it matched no operation"),
+    (in_stablehlo, {"softmax": "low"}, PolicyError, r"softmax = low .*: StableHLO programs contain only its parts"),
+    (in_stablehlo, {"mylib::attention": "low"}, PolicyError, r"mylib::attention = low .*operator of a torch library"),
     (in_stablehlo, {"upsample_*": "fp32"}, PolicyError, r"upsample_\* = fp32 .*: StableHLO programs contain only"),
     (
         in_torch,
@@ -152,7 +156,7 @@ INEFFECTIVE: list[tuple[Callable[[Any], None], Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("front", "rules", "kind", "line"), INEFFECTIVE)
 def test_a_rule_without_effect_has_one_message(
-    front: Callable[[Any], None], rules: Any, kind: type[Exception], line: str
+    front: Callable[..., None], rules: Any, kind: type[Exception], line: str
 ) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -163,6 +167,9 @@ def test_a_rule_without_effect_has_one_message(
         else:
             front(rules)
             said = [str(each.message) for each in caught if each.category is RuleWarning]
+            assert {each.filename for each in caught if each.category is RuleWarning} == {__file__}, "the caller's line"
+            with pytest.raises(PolicyError, match=line):
+                front(rules, strict=True)
     assert len(said) == 1, said
     first, *rest = said[0].splitlines()
     assert "this rule has no effect on" in first
