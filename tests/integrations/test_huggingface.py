@@ -26,7 +26,6 @@ transformers = pytest.importorskip("transformers", reason="the extra `huggingfac
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
-from transformers.trainer_pt_utils import EvalLoopContainer  # noqa: E402
 
 import xla_amp  # noqa: E402
 from xla_amp.errors import PolicyError  # noqa: E402
@@ -320,7 +319,7 @@ def test_a_step_of_the_trainer_is_one_executable_without_syncs(
 
 def test_without_its_patch_the_filter_waits_in_each_step(tmp_path: Path) -> None:
     counts = Counts()
-    with without("_run_epoch"):
+    with without("training_step"):
         trainer(net(), tmp_path, logging_steps=100, callbacks=[counts], num_train_epochs=1).train()
     assert counts.found[0][1] >= 8
 
@@ -413,23 +412,11 @@ def test_an_evaluation_gives_the_metrics_of_the_cpu_and_compiles_once(on_cpu: An
     assert xla_amp.metrics()["compilations"] <= 2  # batches of four rows, and one of two
 
 
-def test_batches_of_an_evaluation_wait_in_a_list() -> None:
-    shapes: dict[bool, int] = {}
-    device = xla_amp.xla_device()
-    for patched in (True, False):
-        with contextlib.nullcontext() if patched else without("add", "to_cpu_and_numpy"):
-            container = EvalLoopContainer()
-            xla_amp.sync(wait=True)
-            xla_amp.metrics.reset()
-            for width in (3, 3, 4, 3):
-                container.add((torch.full((2, width), float(width), device=device), torch.ones(2, device=device)))
-            shapes[patched] = xla_amp.metrics()["compilations"]
-            wide, flat = container.get_arrays()
-            shapes[patched] = xla_amp.metrics()["operations"]
-            assert wide.shape == (8, 4)
-            assert wide[0].tolist() == [3, 3, 3, -100]
-            assert flat.tolist() == [1.0] * 8
-    assert shapes[True] < shapes[False]
+@pytest.mark.parametrize("asked", [None, 3])
+def test_results_of_an_evaluation_go_to_the_host(asked: int | None, tmp_path: Path) -> None:
+    made = trainer(net(), tmp_path, eval_accumulation_steps=asked)
+    assert made.args.eval_accumulation_steps == (asked or 1)
+    assert trainer(net(), tmp_path, eval_accumulation_steps=asked, use_cpu=True).args.eval_accumulation_steps == asked
 
 
 # ---- models of transformers ------------------------------------------------------------------------------------------
@@ -638,11 +625,11 @@ def test_a_variable_enables_a_script_that_does_not_name_the_package(tmp_path: Pa
     first, second, third = done.stdout.splitlines()
     assert first == "jax fp16 xla_amp.pytorch.optim.grad_scaler"
     assert second == "jax"
-    assert third == ours.__file__
+    assert Path(third).parent == Path(ours.__file__).parent
 
 
 def test_every_patch_names_its_reason() -> None:
-    assert len(ours.PATCHES) == 22
+    assert len(ours.PATCHES) == 20
     assert all(patch.reason for patch in ours.PATCHES)
 
 

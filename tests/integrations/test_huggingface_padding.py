@@ -30,7 +30,7 @@ from transformers import (  # noqa: E402
 )
 
 import xla_amp  # noqa: E402
-from xla_amp.integrations import huggingface, huggingface_padding  # noqa: E402
+from xla_amp.integrations import huggingface  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("huggingface_enabled")]
 
@@ -97,7 +97,7 @@ def _no_state() -> Iterator[None]:
     ],
 )
 def test_lengths(length: int, limits: tuple[int | None, ...], expected: int) -> None:
-    assert huggingface_padding.bucket(length, *limits) == expected
+    assert huggingface.bucket(length, *limits) == expected
 
 
 # ---- what is padded, and what is not ---------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ SHARED = {
     "Metrics": "Counters of an engine: the protocol, and the lazy device's.",
     "Monitor": "What `monitor` of a front returns.",
     "MonitorCallback": "`xla_amp.monitor` as a callback, of Lightning and of transformers.",
-    "Patch": "An attribute of a framework that its integration replaces.",
     "Read": "A value on its way to the host: the protocol, and each engine's.",
     "_Thread": "`threading.local` with what its file keeps for each thread.",
 }

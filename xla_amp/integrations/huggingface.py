@@ -18,39 +18,35 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
-import functools
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from xla_amp import policy as policies
 from xla_amp.backends import base, devices
 from xla_amp.common import events
 from xla_amp.errors import PolicyError
-from xla_amp.integrations import huggingface_padding
+from xla_amp.integrations import patches
+from xla_amp.integrations.patches import Patch
 from xla_amp.policy import Policy
 from xla_amp.pytorch.autocast.autocast import autocast
+from xla_amp.pytorch.data import buckets
 from xla_amp.pytorch.distributed import gradients, xla_model
 from xla_amp.pytorch.optim.grad_scaler import GradScaler
 
 _LOW: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Mixed precision -> its low dtype."""
-
-_RANDOM_STATE = "rng_state_xla{}.pth"
-"""File of a checkpoint: the state of the device's random generator; of several processes with their rank."""
 
 _policy: Policy | None = None
 _read_skips = False
@@ -169,35 +165,13 @@ def _region(original: Any, native_amp: bool = False, autocast_kwargs: Any = None
 # ---- training and evaluation -----------------------------------------------------------------------------------------
 
 
-class _NotNow:
-    """Stands for ``logging_nan_inf_filter=True`` where the Trainer reads it for one loss: it says no, once."""
-
-    def __init__(self, args: Any) -> None:
-        self.args = args
-
-    def __bool__(self) -> bool:
-        self.args.logging_nan_inf_filter = True
-        return False
-
-
-def _filter_on_device(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    if not (self.args.logging_nan_inf_filter and _ours(self.args.device)):
-        original(self, *args, **kwargs)
-        return
-    step = self.training_step
-
-    def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
-        loss: torch.Tensor = step(*args, **kwargs)
-        mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
-        self.args.logging_nan_inf_filter = _NotNow(self.args)
-        return torch.where(torch.isfinite(loss), loss, mean)
-
-    self.training_step = training_step
-    try:
-        original(self, *args, **kwargs)
-    finally:
-        del self.training_step
-        self.args.logging_nan_inf_filter = True
+def _filter_on_device(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    loss = original(self, *args, **kwargs)
+    if self.args.logging_nan_inf_filter is False or not _ours(self.args.device):
+        return loss
+    self.args.logging_nan_inf_filter = None  # until the training ends
+    mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+    return torch.where(torch.isfinite(loss), loss, mean)
 
 
 def _end_step(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -210,7 +184,16 @@ def _also_ours(original: list[Any]) -> list[Any]:
     from transformers import TrainerCallback
 
     class DeviceCallback(TrainerCallback):
-        """Ends the programs of an evaluation, and logs the loss scale."""
+        """Ends the programs of an evaluation, whose results go to the host, and logs the loss scale."""
+
+        def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            # Otherwise all batches so far are concatenated in each step: another shape, another program.
+            if _ours(args.device) and args.eval_accumulation_steps is None:
+                args.eval_accumulation_steps = 1
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if args.logging_nan_inf_filter is None:
+                args.logging_nan_inf_filter = True
 
         def on_prediction_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if _ours(args.device):
@@ -225,20 +208,6 @@ def _also_ours(original: list[Any]) -> list[Any]:
             devices.engine().sync(False)  # zeroes the summed loss now: the next step stays the same
 
     return [*original, DeviceCallback]
-
-
-def _keep_list(original: Any, self: Any, tensors: Any) -> None:
-    found = tree_leaves(tensors)
-    if found and all(isinstance(x, torch.Tensor) and _ours(x.device) for x in found):
-        self.__dict__.setdefault("_xla_amp_waiting", []).append(tensors)
-    else:
-        original(self, tensors)
-
-
-def _concatenate_on_host(original: Any, self: Any) -> None:
-    for tensors in self.__dict__.pop("_xla_amp_waiting", ()):
-        self.add(tree_map(torch.Tensor.cpu, tensors))
-    original(self)
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------
@@ -288,7 +257,9 @@ def _integers_to_host(value: Any) -> Any:
     return value.cpu() if ours else value
 
 
-# ---- lengths and checkpoints -----------------------------------------------------------------------------------------
+# ---- lengths ---------------------------------------------------------------------------------------------------------
+# What pads to the longest row of a batch pads to a bucket instead.  Results stay the same where a mask excludes padding
+# from attention; other padding is left alone, and that on the left, which moves a text to other positions.
 
 
 def _pads() -> bool:
@@ -297,9 +268,131 @@ def _pads() -> bool:
     return _pad_to_buckets and (device is None or _ours(device))
 
 
+def bucket(length: int, *limits: int | None) -> int:
+    """The length that `length` is padded to: at most the smallest of `limits` that is not less than `length`."""
+    room = min((limit for limit in limits if limit is not None and limit >= length), default=None)
+    size = next(size for size in buckets.bucket_sizes(2 * max(length, buckets.SHORTEST)) if size >= length)
+    return size if room is None else min(size, room)
+
+
+def _longest(padding: Any) -> bool:
+    return padding is True or padding == "longest"
+
+
+def _may_grow(tokenizer: Any, side: str | None, masked: bool | None) -> bool:
+    """Whether more padding leaves the results of the tokenizer's model the same."""
+    has_mask = "attention_mask" in tokenizer.model_input_names if masked is None else masked
+    return has_mask and (side or tokenizer.padding_side) == "right"
+
+
+def _lengths(name: str, inputs: Any) -> list[int]:
+    """Lengths of the rows to pad, none where padding must stay as it is.
+
+    A list has the examples of a data set, as a collator passes them.  A dict has the rows of texts, perhaps a prompt:
+    rows that need no padding get none.
+    """
+    if isinstance(inputs, list | tuple):
+        if not inputs or not isinstance(inputs[0], Mapping) or name not in inputs[0]:
+            return []
+        if getattr(inputs[0].get("attention_mask"), "ndim", 1) > 1:
+            return []  # a mask of rows and columns is not padded
+        return [len(example[name]) for example in inputs]
+    rows = inputs.get(name, ())
+    if len(rows) == 0 or not isinstance(rows[0], list | tuple):
+        return []
+    lengths = [len(row) for row in rows]
+    return lengths if len(set(lengths)) > 1 else []
+
+
+def _pad_examples(
+    original: Any,
+    self: Any,
+    encoded_inputs: Any,
+    padding: Any = True,
+    max_length: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    padding_side: str | None = None,
+    return_attention_mask: bool | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """``PreTrainedTokenizerBase.pad``, which collators and tokenizers in Python call."""
+    chosen = pad_to_multiple_of is not None or not _longest(padding)
+    if not chosen and _pads() and _may_grow(self, padding_side, return_attention_mask):
+        lengths = _lengths(self.model_input_names[0], encoded_inputs)
+        if lengths:
+            pad_to_multiple_of = bucket(max(lengths), max_length, self.model_max_length)
+    options = (padding, max_length, pad_to_multiple_of, padding_side, return_attention_mask)
+    return original(self, encoded_inputs, *options, *args, **kwargs)
+
+
+_OF_TOKENS = {
+    "input_ids": "ids",
+    "token_type_ids": "type_ids",
+    "attention_mask": "attention_mask",
+    "special_tokens_mask": "special_tokens_mask",
+    "offset_mapping": "offsets",
+    "length": "ids",
+}
+"""Entry of encoded texts -> the attribute of an encoding in Rust that it is made of."""
+
+
+def _encode_texts(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``TokenizersBackend._encode_plus``, which pads in Rust."""
+    chosen = kwargs.get("pad_to_multiple_of") is not None or not _longest(kwargs.get("padding_strategy"))
+    may_grow = _may_grow(self, kwargs.get("padding_side"), kwargs.get("return_attention_mask"))
+    if chosen or not _pads() or not may_grow or not _are_texts(kwargs):
+        return original(self, *args, **kwargs)
+    tensors = kwargs.pop("return_tensors", None)
+    found = original(self, *args, **{**kwargs, "padding_strategy": "do_not_pad"})
+    rows = found.encodings
+    if rows is None:  # a chat, which `pad` pads
+        return original(self, *args, **kwargs, return_tensors=tensors)
+    lengths = [len(row.ids) for row in rows]
+    if len(set(lengths)) > 1:
+        size = bucket(max(lengths), kwargs.get("max_length"), self.model_max_length)
+        for row in rows:
+            row.pad(size, pad_id=self.pad_token_id, pad_type_id=self.pad_token_type_id, pad_token=self.pad_token)
+        for name in found.keys() & _OF_TOKENS:
+            values = [getattr(row, _OF_TOKENS[name]) for row in rows]
+            found[name] = [len(x) for x in values] if name == "length" else values
+    return found.convert_to_tensors(tensors)
+
+
+def _are_texts(given: Mapping[str, Any]) -> bool:
+    """Whether arguments of a tokenizer have several texts."""
+    texts = given.get("text")
+    if not isinstance(texts, list | tuple) or len(texts) < 2:
+        return False
+    return not given.get("is_split_into_words") or isinstance(texts[0], list | tuple)
+
+
+def _pad_labels(original: Any, self: Any, features: Any, return_tensors: Any = None) -> Any:
+    """``DataCollatorForSeq2Seq.__call__``, which pads labels to their own longest row."""
+    name = "label" if "label" in features[0] else "labels"
+    chosen = self.pad_to_multiple_of is not None or not _longest(self.padding)
+    labels = [row.get(name) for row in features]
+    if chosen or not _pads() or any(x is None for x in labels) or self.tokenizer.padding_side != "right":
+        return original(self, features, return_tensors)
+    room = bucket(max(len(x) for x in labels), self.max_length, self.tokenizer.model_max_length)
+    padded = [_extended(row, room, self.label_pad_token_id) for row in labels]
+    return original(self, [{**row, name: x} for row, x in zip(features, padded, strict=True)], return_tensors)
+
+
+def _extended(row: Any, length: int, value: int) -> Any:
+    rest = [value] * (length - len(row))
+    if isinstance(row, torch.Tensor):
+        return torch.cat([row, row.new_tensor(rest)])
+    return [*row, *rest]
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
 def _random_state_file(folder: str | os.PathLike[str]) -> Path:
+    """The file of a checkpoint for the state of the device's random generator."""
     rank = f"_{xla_model.get_ordinal()}" if base.in_processes() else ""
-    return Path(folder) / _RANDOM_STATE.format(rank)
+    return Path(folder) / f"rng_state_xla{rank}.pth"
 
 
 def _save_state(models: Any, weights: Any, folder: str | os.PathLike[str]) -> None:
@@ -326,41 +419,6 @@ def _also_load_random_state(original: Any, self: Any, checkpoint: str | None) ->
 
 
 # ---- patches ---------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Patch:
-    """One attribute of Accelerate or transformers that `enable` replaces.
-
-    It does what the framework does unless the device is the XLA device.
-    """
-
-    module: str
-    owner: str
-    """Class in the module; empty for an attribute of the module."""
-    name: str
-    replace: Callable[..., Any]
-    """The new attribute, called with the old one and the arguments; of a list, the new list."""
-    reason: str
-    """What the framework does, and what breaks without the patch."""
-
-    def replacement(self, original: Any) -> Any:
-        """The new attribute, of the kind of the old one."""
-        if isinstance(original, list):
-            return self.replace(original)
-        if isinstance(original, property):
-            return property(functools.partial(self.replace, original.fget), doc=original.__doc__)
-        if isinstance(original, functools.cached_property):
-            made = functools.cached_property(functools.partial(self.replace, original.func))
-            made.__set_name__(object, self.name)
-            return made
-
-        @functools.wraps(original)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return self.replace(original, *args, **kwargs)
-
-        return replaced
-
 
 _TRAINER = ("transformers.trainer", "Trainer")
 _LENGTHS = "to the longest of a batch: each length is another program."
@@ -389,7 +447,7 @@ PATCHES = (
           "Asks a fixed list of devices, not Accelerate: training is on the CPU."),
     Patch("transformers.training_args", "", "is_torch_bf16_gpu_available", lambda original: True,
           "bf16=True is refused for devices that are not in a fixed list."),
-    Patch(*_TRAINER, "_run_epoch", _filter_on_device,
+    Patch(*_TRAINER, "training_step", _filter_on_device,
           "logging_nan_inf_filter reads each loss: a wait a step; transformers#13896 spares torch_xla alone."),
     Patch(*_TRAINER, "_maybe_log_save_evaluate", _end_step,
           "What is logged, and the next batch's count of labels, would make the step another program."),
@@ -402,16 +460,12 @@ PATCHES = (
           "Loads the random states of a fixed list of devices."),
     Patch("transformers.generation.utils", "GenerationMixin", "generate", _grow_on_host,
           "Token ids on the device, and the default cache, grow by a token: another shape, another program."),
-    Patch("transformers.trainer_pt_utils", "EvalLoopContainer", "add", _keep_list,
-          "Concatenates all batches so far in each step of an evaluation: another shape, another program."),
-    Patch("transformers.trainer_pt_utils", "EvalLoopContainer", "to_cpu_and_numpy", _concatenate_on_host,
-          "Concatenates what `add` kept, on the host."),
     Patch("transformers.tokenization_utils_base", "PreTrainedTokenizerBase", "pad",
-          functools.partial(huggingface_padding.pad_examples, _pads), f"Pads examples {_LENGTHS}"),
+          _pad_examples, f"Pads examples {_LENGTHS}"),
     Patch("transformers.tokenization_utils_tokenizers", "TokenizersBackend", "_encode_plus",
-          functools.partial(huggingface_padding.encode_texts, _pads), f"Pads texts {_LENGTHS}"),
+          _encode_texts, f"Pads texts {_LENGTHS}"),
     Patch("transformers.data.data_collator", "DataCollatorForSeq2Seq", "__call__",
-          functools.partial(huggingface_padding.pad_labels, _pads), f"Pads labels {_LENGTHS}"),
+          _pad_labels, f"Pads labels {_LENGTHS}"),
 )  # fmt: skip
 
 _installed: dict[Patch, Any] = {}
@@ -420,14 +474,7 @@ _installed: dict[Patch, Any] = {}
 
 def _apply() -> None:
     """Installs the patches whose attributes exist by now."""
-    for patch in PATCHES:
-        owner: Any = sys.modules.get(patch.module)
-        if owner is not None and patch.owner:
-            owner = owner.__dict__.get(patch.owner)
-        if owner is None or patch in _installed or patch.name not in owner.__dict__:
-            continue
-        _installed[patch] = inspect.getattr_static(owner, patch.name)
-        setattr(owner, patch.name, patch.replacement(_installed[patch]))
+    patches.install(PATCHES, _installed)
 
 
 def _require(module: ModuleType) -> None:
@@ -451,7 +498,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] not in _PACKAGES:
+        if name.partition(".")[0] not in ("accelerate", "transformers"):
             return None
         _apply()
         if name not in {patch.module for patch in PATCHES}:
@@ -467,9 +514,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-_PACKAGES = ("accelerate", "transformers")
 
 
 def enable(policy: Policy | str | Path | None = None, *, read_skips: bool = False, pad_to_buckets: bool = True) -> None:
