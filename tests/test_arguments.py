@@ -101,6 +101,14 @@ ROWS: list[tuple[Callable[[], Any], str]] = [
         "skip_nonfinite(inner): expected an optax transformation such as optax.adam",
     ),
     (lambda: xla_amp.jax.value_and_grad(3), "value_and_grad(fn): expected a function that returns a loss, got 3 (int)"),
+    (
+        lambda: xla_amp.jax.select(3, 3, "a"),
+        "select(finite=3): expected a bool, or an array of shape () and dtype bool",
+    ),
+    (
+        lambda: xla_amp.jax.reduce_gradients(3, 3),
+        "reduce_gradients(axis_name=3): expected the name of an axis of jax.pmap or jax.shard_map, such as",
+    ),
     (lambda: xla_amp.jax.to_jax(3), "to_jax(tensor): expected a tensor of the device, got 3 (int)"),
     (lambda: xla_amp.jax.from_torch(3), "from_torch(tensor): expected a tensor, got 3 (int)"),
     (
@@ -109,6 +117,8 @@ ROWS: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: xla_model.optimizer_step(3), "reduce_gradients(optimizer): expected an optimizer of torch, got 3"),
     (lambda: xla_model.add_step_closure(3), "add_step_closure(closure): expected a function, got 3 (int)"),
+    (lambda: xla_model.save({}, None), "save(file_or_path): expected a path or an open file, got None (NoneType)"),
+    (lambda: xla_amp.syncfree.Adam(3), "syncfree.Adam(params): expected parameters such as model.parameters(), got 3"),
     (
         lambda: xla_model.set_rng_state("a"),
         "set_rng_state(seed): expected a number, or a state from get_rng_state, got 'a'",

@@ -322,6 +322,11 @@ def reduce_gradients(gradients: _Tree, axis_name: Any, dtype: Any = None, *, pol
         )
     if dtype is not None and policy is not None:
         raise PolicyError("reduce_gradients(dtype=..., policy=...): dtype= wins over rules; pass one of them")
+    if axis_name is None or isinstance(axis_name, numbers.Number):
+        raise TypeError(
+            f"reduce_gradients(axis_name={axis_name!r}): expected the name of an axis of jax.pmap or jax.shard_map, "
+            'such as "data", or a tuple of names'
+        )
     count = jax.lax.psum(1, axis_name)
     sums = gradient_sums.of(_default_policy() if policy is None else policy)
 
@@ -389,6 +394,8 @@ def select(finite: Any, new: _Tree, old: _Tree) -> _Tree:
         new: a pytree.
         old: a pytree of the same structure; its leaves take the dtypes of the new ones.
     """
+    if jnp.shape(finite) != () or jnp.result_type(finite) != jnp.bool_:
+        raise TypeError(f"select(finite={finite!r}): expected a bool, or an array of shape () and dtype bool")
 
     def chosen(after: Any, before: Any) -> Any:
         if not _is_array(after):

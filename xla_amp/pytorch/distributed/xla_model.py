@@ -224,6 +224,8 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
         master_only: only the first process writes.
         global_master: the first of all processes instead of the first of each host.
     """
+    if not hasattr(file_or_path, "write"):
+        arguments.require("save(file_or_path)", file_or_path, arguments.PATH, "a path or an open file")
     if master_only and not is_master_ordinal(local=not global_master):
         return
     if not isinstance(file_or_path, str | os.PathLike):

@@ -9,7 +9,7 @@ even if it is the first.  `wrap` gives any other optimizer the same step, by sel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from xla_amp.backends import base, devices
+from xla_amp.common import arguments
 from xla_amp.pytorch.optim.wrap import flag_of
 from xla_amp.pytorch.optim.wrap import wrap as wrap
 
@@ -64,9 +65,10 @@ class _SyncFree(Optimizer):
                 "torch-optimi (in JAX, optax with float32 weights)"
             )
 
-    def _check_options(self, differentiable: bool, fused: bool | None, master: Any) -> None:
+    def _check_options(self, params: Any, differentiable: bool, fused: bool | None, master: Any) -> None:
         self._refuse_master(master)
         name = f"syncfree.{type(self).__name__}"
+        arguments.require(f"{name}(params)", params, Iterable, "parameters such as model.parameters()")
         if differentiable:
             raise RuntimeError(
                 f"{name}(differentiable=True): its step runs a fused kernel, through which there is no gradient; use "
@@ -179,7 +181,7 @@ class SGD(_SyncFree, torch.optim.SGD):
         fused: bool | None = None,
         master: None = None,
     ) -> None:
-        self._check_options(differentiable, fused, master)
+        self._check_options(params, differentiable, fused, master)
         self._unstepped: dict[Tensor, Tensor] = {}
         """Parameter -> float32 (): 1 until its first step that was not skipped; kept where dampening needs it."""
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True)
@@ -295,7 +297,7 @@ class Adam(_SyncFree, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         master: None = None,
     ) -> None:
-        self._check_options(differentiable, fused, master)
+        self._check_options(params, differentiable, fused, master)
         super().__init__(
             params,
             lr,
