@@ -14,7 +14,6 @@ from xla_amp.jax import autocast
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"driver": "fast"}, PolicyError, r"driver='fast'\): autocast has one driver; leave driver= out"),
         ({"carry": True}, PolicyError, r"carry=True.*'keep', 'low'"),
         ({"enabled": 1}, PolicyError, r"enabled=1.*True or False, got int"),
         ({"policy": "tpux"}, PolicyError, r"unknown policy 'tpux'; nearest: tpu"),

@@ -112,7 +112,3 @@ PLATFORMS: Final[tuple[Platform, ...]] = get_args(Platform)
 
 LAZY: Final = "jax"
 """torch's name of the lazy device's type."""
-
-ValueKind: TypeAlias = Literal["activation", "gradient", "weight", "update"]
-"""What a monitor records of a layer."""
-VALUE_KINDS: Final[tuple[ValueKind, ...]] = get_args(ValueKind)

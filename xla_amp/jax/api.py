@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar, get_args, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, get_args, overload
 
 import jax
 import numpy as np
@@ -129,7 +129,6 @@ def autocast(
     carry: Carry = "keep",
     residual: Carry = "keep",
     strict: bool = False,
-    driver: None = None,
 ) -> AutocastContext: ...
 
 
@@ -144,7 +143,6 @@ def autocast(
     carry: Carry = "keep",
     residual: Carry = "keep",
     strict: bool = False,
-    driver: None = None,
 ) -> AutocastFunction[_P, _R]: ...
 
 
@@ -158,7 +156,6 @@ def autocast(
     carry: Carry = "keep",
     residual: Carry = "keep",
     strict: bool = False,
-    driver: None = None,
 ) -> AutocastContext | AutocastFunction[..., Any]:
     """Mixed precision for a JAX function, as a transformation or a decorator.
 
@@ -175,7 +172,6 @@ def autocast(
         residual: ``"keep"``: ``x + f(x)``, where a product in ``f`` depends on ``x``, has the widest dtype of both;
             ``"low"``: it is low if ``f(x)`` is, and so is a carry of a loop that is such a sum.
         strict: a rule of yours without an effect on the function is an error instead of a `RuleWarning`.
-        driver: removed; any value is an error.
 
     Returns:
         The function under autocast, with the attributes ``report(*args, **kwargs)`` and ``region``; around a function
@@ -193,11 +189,6 @@ def autocast(
         >>> "bf16" in str(jax.make_jaxpr(loss)(w)), jax.grad(loss)(w).dtype
         (True, dtype('float32'))
     """
-    if driver is not None:
-        raise PolicyError(
-            f"autocast(driver={driver!r}): autocast has one driver; leave driver= out. A kernel runs in the dtypes "
-            "that its caller gives it: cast its operands, kernel(x.astype(jnp.bfloat16))"
-        )
     for name, value in (("carry", carry), ("residual", residual)):
         if value not in get_args(Carry):
             raise PolicyError(f"autocast({name}={value!r}): expected one of {', '.join(map(repr, get_args(Carry)))}")
@@ -238,15 +229,10 @@ def _wrap(region: AutocastContext, function: Any) -> Any:
                 saved = SavedBytes(low.saved_bytes(), plain.saved_bytes())
         return summarize(records, is_contraction, saved)
 
-    def choice(*args: Any, **kwargs: Any) -> NoReturn:
-        raise PolicyError(
-            "autocast(f).choice(...): autocast has one driver; autocast(f).report(...) tells what runs low"
-        )
-
     with contextlib.suppress(AttributeError, TypeError):
         functools.update_wrapper(call, function)
     shown: Any = call
-    shown.report, shown.choice, shown.region = report, choice, region
+    shown.report, shown.region = report, region
     if jitted is not None:
         shown.lower, shown.trace, shown.eval_shape = jitted.lower, jitted.trace, jitted.eval_shape
         shown.clear_cache = jitted.clear_cache

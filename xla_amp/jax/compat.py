@@ -434,12 +434,6 @@ def jit_like(function: Any, inner: Callable[..., Any]) -> Any:
     return private_pjit._cpp_pjit(inner, function._jit_info)
 
 
-def donated_arguments(function: Any, args: Any, kwargs: Any) -> tuple[bool, ...]:
-    """For each array and number that a function of `jax.jit` traces, whether it is donated."""
-    infos = jax.tree.leaves(function.trace(*args, **kwargs).args_info, is_leaf=lambda leaf: hasattr(leaf, "donated"))
-    return tuple(bool(info.donated) for info in infos)
-
-
 def running() -> Any:
     """The place of the running code, as an equation without anything else."""
     return types.SimpleNamespace(source_info=source_info_util.current())
@@ -451,13 +445,6 @@ def phase() -> str:
     if any(map(is_transpose_scope, stack)):
         return "backward"
     return "forward" if any(map(is_derivative_scope, stack)) else ""
-
-
-def varying_axes(value: Any) -> frozenset[Any]:
-    """Axes of the shard_map around over which `value` differs between devices, as far as JAX checks that."""
-    aval = jax.typeof(value)
-    kind = getattr(aval, "manual_axis_type", None)
-    return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
 
 
 def values_of_shards(value: Any) -> Any:
