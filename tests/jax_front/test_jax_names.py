@@ -14,8 +14,8 @@ import pytest
 import xla_amp
 from xla_amp.jax import autocast, compat, rebind
 from xla_amp.jax.contraction_primitives import sums_nothing
+from xla_amp.jax.decisions import request
 from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
-from xla_amp.jax.precision_request import request
 from xla_amp.jax.primitives import PrimitiveKind
 
 MATRIX = jnp.eye(4) * 6 + jnp.outer(jnp.arange(4.0), jnp.arange(4.0)) / 4 + 0.37

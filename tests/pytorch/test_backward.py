@@ -37,6 +37,6 @@ def test_a_backward_pass_came_first():
 
 
 def test_without_our_help_it_fails():
-    # The twin of the test above; when it passes, `xla_amp.pytorch.backward` can go.
+    # The twin of the test above; when it passes, `_make_backward_possible` can go.
     result = run("from xla_amp import lazy; device = lazy.device()")
     assert "device_ready_queues_" in result.stderr

@@ -25,10 +25,20 @@ from xla_amp.jax.contraction_primitives import (
     result_axes,
     sums_nothing,
 )
-from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
+from xla_amp.jax.decisions import (
+    F32,
+    NOTHING_SUMMED,
+    Settings,
+    ban_error,
+    decide,
+    dtype_of,
+    emit_decision,
+    is_castable,
+    request,
+    where,
+)
 from xla_amp.jax.higher_order import composites, float32_regions
 from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_additions, residual_outputs
-from xla_amp.jax.precision_request import NOTHING_SUMMED, request
 from xla_amp.jax.primitives import PrimitiveInfo, info
 from xla_amp.jax.value_info import CastCache, Facts, Value, arrays_of, cast, inside, outside
 from xla_amp.policy import Decision, effects, op_catalog

@@ -13,8 +13,7 @@ import numpy as np
 
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import aten_product, sums_nothing
-from xla_amp.jax.decisions import decide, dtype_of
-from xla_amp.jax.precision_request import asked_precision
+from xla_amp.jax.decisions import asked_precision, decide, dtype_of
 from xla_amp.jax.primitives import info
 from xla_amp.policy import Policy
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 
 from xla_amp.errors import EngineError, PolicyError
+from xla_amp.jax import rebind
 from xla_amp.jax.loss_scale import LossScale, all_finite, is_inexact, on_all_devices, select
-from xla_amp.jax.select_branches import without_conditionals
+from xla_amp.jax.primitives import info
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped]
@@ -92,7 +94,7 @@ def skip_nonfinite(
     def run(updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
         if conditionals == "keep":
             return extended.update(updates, state, params, **extra)
-        return without_conditionals(functools.partial(extended.update, **extra), updates, state, params)
+        return _without_conditionals(functools.partial(extended.update, **extra), updates, state, params)
 
     def init(params: Any) -> SkipNonfiniteState:
         zero = jnp.zeros((), jnp.int32)
@@ -124,3 +126,26 @@ def skip_nonfinite(
 def _zero_update(change: Any) -> Any:
     """-0.0, which changes no number when it is added: 0.0 + -0.0 is 0.0, but -0.0 + 0.0 is 0.0."""
     return jnp.full_like(change, -0.0) if is_inexact(change) else jnp.zeros_like(change)
+
+
+def _without_conditionals(function: Callable[..., Any], *args: Any) -> Any:
+    """Evaluates ``function(*args)`` with each ``cond`` outside of loops replaced by a select.
+
+    All branches of each conditional run: use it for cheap branches.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    outs = _eval(closed, jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+
+def _eval(closed: Any, values: Sequence[Any]) -> list[Any]:
+    return rebind.evaluate(closed, values, _process)
+
+
+def _process(eqn: Any, operands: list[Any]) -> list[Any]:
+    kind = info(eqn.primitive.name).kind
+    if kind == "cond":
+        index, *rest = operands
+        results = [_eval(branch, rest) for branch in eqn.params["branches"]]
+        return [jax.lax.select_n(index, *cases) for cases in zip(*results, strict=True)]
+    return _eval(rebind.inner(eqn.params), operands) if kind == "call" else rebind.bind_as_written(eqn, operands)

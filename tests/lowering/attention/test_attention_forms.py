@@ -18,7 +18,7 @@ import torch
 import xla_amp
 from xla_amp.errors import KernelWarning
 from xla_amp.lowering import forms
-from xla_amp.lowering.attention import blocked, cudnn, full_matrix, sdpa, splash, tpu_kernels
+from xla_amp.lowering.attention import blocked, cudnn, full_matrix, sdpa, splash
 from xla_amp.lowering.attention.attention_call import Attention
 from xla_amp.lowering.operand import Permuted
 
@@ -244,7 +244,7 @@ def interpreted(monkeypatch):
     ],
 )
 def test_the_kernels_for_tpus(form, dtype, shape, causal, scale, interpreted, monkeypatch):
-    monkeypatch.setattr(tpu_kernels, "_TILE_EDGES", (128,))
+    monkeypatch.setattr(splash, "_TILE_EDGES", (128,))
     query, key, value, grad = made(dtype, *shape)
     call = Attention(query=query, key=key, value=value, causal=causal, given_scale=scale, platform="tpu")
     assert form.supports(call) is None

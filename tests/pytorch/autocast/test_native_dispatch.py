@@ -17,7 +17,7 @@ import xla_amp
 from xla_amp import autocast, policy
 from xla_amp.errors import PolicyError, UnsupportedDtypeError
 from xla_amp.policy import Policy, load, regions
-from xla_amp.pytorch.autocast import kernel_registry, native_dispatch
+from xla_amp.pytorch.autocast import cast_kernel, native_dispatch
 
 LOW, FULL, HALF = torch.bfloat16, torch.float32, torch.float16
 CPU = load("cpu")
@@ -34,8 +34,8 @@ def _nothing_is_left() -> Iterator[None]:
     before = registrations()
     yield
     assert registrations() == before
-    assert kernel_registry._installed == {}
-    assert kernel_registry._in_use == {}
+    assert cast_kernel._installed == {}
+    assert cast_kernel._in_use == {}
     assert native_dispatch._held == {}
     assert not torch.is_autocast_enabled("cpu")
 
@@ -96,7 +96,7 @@ def test_only_the_overridden_operation_changes_and_afterwards_nothing_has():
 
 def test_a_region_without_rules_of_its_own_installs_nothing(full):
     with autocast("cpu"):
-        assert kernel_registry._installed == {}
+        assert cast_kernel._installed == {}
         assert (full @ full).dtype is LOW
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from xla_amp import autocast, policy
 from xla_amp.policy import regions
-from xla_amp.pytorch.autocast import kernel_registry, recomputation
+from xla_amp.pytorch.autocast import cast_kernel, recomputation
 
 LOW, FULL = torch.bfloat16, torch.float32
 RULES = {"tanh": "low", "linear": "fp32", "softmax.int": "low"}
@@ -26,10 +26,10 @@ OTHER = {"tanh": "fp32"}
 @pytest.fixture(autouse=True)
 def _nothing_stays_in_torch():
     before = torchs._CheckpointFrame.__init__, torchs.CheckpointFunction.__dict__["forward"]
-    native = {name for name in kernel_registry._installed if name[0] == "AutocastCPU"}
+    native = {name for name in cast_kernel._installed if name[0] == "AutocastCPU"}
     yield
     assert (torchs._CheckpointFrame.__init__, torchs.CheckpointFunction.__dict__["forward"]) == before
-    assert {name for name in kernel_registry._installed if name[0] == "AutocastCPU"} == native
+    assert {name for name in cast_kernel._installed if name[0] == "AutocastCPU"} == native
     assert not recomputation._kept
 
 
@@ -225,9 +225,9 @@ def test_a_second_pass_that_raises_restores_the_rules(device):
 def test_kernels_are_installed_once_in_a_backward_pass(monkeypatch):
     """Those of a rule for modules take 30 ms, and a model has many checkpointed parts."""
     made = []
-    install = kernel_registry._install
+    install = cast_kernel._install
     monkeypatch.setattr(
-        kernel_registry, "_install", lambda key, name, *rest: made.append(name) or install(key, name, *rest)
+        cast_kernel, "_install", lambda key, name, *rest: made.append(name) or install(key, name, *rest)
     )
     model = Model(lambda function, x: checkpoint(function, x, use_reentrant=False))
     with autocast("cpu", rules={"module:first": "fp32"}):

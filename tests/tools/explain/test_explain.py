@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_module
 import xla_amp
 from xla_amp import policy
 from xla_amp.common import events
-from xla_amp.pytorch.autocast import decision_events, kernel_registry, xla_dispatch
+from xla_amp.pytorch.autocast import cast_kernel, decision_events, xla_dispatch
 from xla_amp.tools.explain.on_pytorch import ExplainReport
 
 
@@ -54,7 +54,7 @@ def _nothing_is_left():
     before = registrations()
     yield
     assert registrations() == before
-    assert kernel_registry._installed == {}
+    assert cast_kernel._installed == {}
     assert events.decided.listeners == events.undecided.listeners == ()
     assert not torch_module._global_forward_hooks
 
@@ -289,7 +289,7 @@ def test_without_torch_only_other_fronts_are_heard(monkeypatch):
     monkeypatch.setattr("xla_amp.tools.explain.on_pytorch.sys", types.SimpleNamespace(modules={}))
     with xla_amp.explain() as report:
         events.decided(entry(front="stablehlo"))
-        assert kernel_registry._installed == {}
+        assert cast_kernel._installed == {}
     assert len(report) == 1
 
 

@@ -24,7 +24,7 @@ from xla_amp.errors import PolicyError
 from xla_amp.policy import Policy, regions
 from xla_amp.policy.policy import RuleLayer
 from xla_amp.policy.resolve import OpenRules, overridden, overriding
-from xla_amp.pytorch.autocast import cast_kernel, kernel_registry, xla_dispatch
+from xla_amp.pytorch.autocast import cast_kernel, xla_dispatch
 
 KEYS: Mapping[str, str] = MappingProxyType(
     {
@@ -41,7 +41,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
 Wanted = tuple[str, tuple[str, ...]]
 """Device type, and operations that need a kernel there."""
 Holding = tuple[str, tuple[str, ...]]
-"""Dispatch key and operations, as `kernel_registry.release` takes them."""
+"""Dispatch key and operations, as `cast_kernel.release` takes them."""
 _Holdings = list[Holding | module_paths.PathsToken]
 
 
@@ -154,11 +154,11 @@ def wanted(rules: OpenRules) -> list[Wanted]:
 
 
 def hold(wanted: Wanted) -> Holding:
-    """Keeps kernels installed until `kernel_registry.release` gets what this returns."""
+    """Keeps kernels installed until `cast_kernel.release` gets what this returns."""
     device_type, operations = wanted
     if device_type in KEYS:
         key = KEYS[device_type]
-        return key, kernel_registry.acquire(key, operations, functools.partial(kernel, device_type))
+        return key, cast_kernel.acquire(key, operations, functools.partial(kernel, device_type))
     return xla_dispatch.acquire(device_type, operations)
 
 
@@ -219,7 +219,7 @@ def _release(identity: _Identity) -> None:
         if isinstance(item, module_paths.PathsToken):
             module_paths.release(item)
         else:
-            kernel_registry.release(*item)
+            cast_kernel.release(*item)
 
 
 regions.opening.subscribe(_before_region)

@@ -16,7 +16,7 @@ import torch
 
 from xla_amp.backends import module_paths
 from xla_amp.policy import regions
-from xla_amp.pytorch.autocast import cast_kernel, kernel_registry, native_dispatch, xla_dispatch
+from xla_amp.pytorch.autocast import cast_kernel, native_dispatch, xla_dispatch
 
 _NOT_OPERATIONS = ("prim", "prims", "debugprims", "rngprims", "profiler", "inductor", "aoti_torch", "c10d", "symm_mem")
 """Namespaces of torch without the arithmetic of a model."""
@@ -54,7 +54,7 @@ def stop(recording: OperationRecording) -> None:
     with _lock:
         _running.remove(recording)
         for held in recording.kernels.values():
-            kernel_registry.release(*held)
+            cast_kernel.release(*held)
         module_paths.release(recording.modules)
 
 
@@ -62,7 +62,7 @@ def _install(recording: OperationRecording, device_type: str) -> None:
     if device_type in native_dispatch.KEYS:
         key = native_dispatch.KEYS[device_type]
         make = functools.partial(native_dispatch.kernel, device_type)
-        recording.kernels[device_type] = key, kernel_registry.acquire(key, _operations(key), make)
+        recording.kernels[device_type] = key, cast_kernel.acquire(key, _operations(key), make)
     else:
         recording.kernels[device_type] = xla_dispatch.acquire(device_type, _operations(xla_dispatch.KEYS[device_type]))
 

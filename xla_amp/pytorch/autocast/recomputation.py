@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 
 from xla_amp.policy import regions
 from xla_amp.policy.resolve import OpenRules, open_rules, overriding, reopened
-from xla_amp.pytorch.autocast import kernel_registry, native_dispatch
+from xla_amp.pytorch.autocast import cast_kernel, native_dispatch
 
 _ReentrantForward: TypeAlias = "staticmethod[..., Any]"
 
@@ -121,4 +121,4 @@ def _end_of_pass(of_pass: int) -> None:
 
 def _release(of_pass: int) -> None:
     for holding in _kept.pop(of_pass, {}).values():
-        kernel_registry.release(*holding)
+        cast_kernel.release(*holding)

@@ -23,7 +23,7 @@ from xla_amp import policy as policies
 from xla_amp.backends import devices
 from xla_amp.policy import Policy, op_catalog, regions
 from xla_amp.policy.load import default_name
-from xla_amp.pytorch.autocast import cast_kernel, kernel_registry
+from xla_amp.pytorch.autocast import cast_kernel
 
 KEYS: Mapping[str, str] = MappingProxyType({"jax": "AutocastPrivateUse1", "xla": "AutocastXLA"})
 """Device type -> dispatch key."""
@@ -99,11 +99,11 @@ def install(policy: Policy, device_type: str) -> None:
 
 
 def acquire(device_type: str, operations: Iterable[str]) -> tuple[str, tuple[str, ...]]:
-    """Holds kernels for more operations, until `kernel_registry.release` gets what this returns."""
+    """Holds kernels for more operations, until `cast_kernel.release` gets what this returns."""
     key = KEYS[device_type]
     _foreign_operations(device_type)  # cached before ours are installed
     more = sorted(frozenset(operations) - _installed.get(device_type, set()))
-    return key, kernel_registry.acquire(key, more, functools.partial(_kernel, device_type))
+    return key, cast_kernel.acquire(key, more, functools.partial(_kernel, device_type))
 
 
 def in_use() -> list[str]:
@@ -116,7 +116,7 @@ def _kernel(device_type: str, name: str, operator: Any) -> cast_kernel.Kernel:
         return _kernel_on_shared_key(device_type, name)
     key = KEYS[device_type]
     rules = cast_kernel.region_rules(device_type, _without_region)
-    ours = kernel_registry.is_installed(key, name)
+    ours = cast_kernel.is_installed(key, name)
     return cast_kernel.make(name, operator, device_type, key, rules, ("keep", False), keep_kernel=not ours)
 
 
@@ -193,7 +193,7 @@ def _after_region(device_type: str, region: regions.Region) -> None:
         held = stack.pop()
         if not stack:
             del _held[id(region)]
-    kernel_registry.release(*held)
+    cast_kernel.release(*held)
 
 
 op_catalog.extend_known_operations(_registered)
