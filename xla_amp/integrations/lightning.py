@@ -31,8 +31,9 @@ try:
     from lightning.fabric.accelerators import ACCELERATOR_REGISTRY
     from lightning.fabric.plugins import TorchCheckpointIO
     from lightning.fabric.plugins.precision import MixedPrecision as FabricMixed
-    from lightning.fabric.strategies import STRATEGY_REGISTRY, SingleDeviceStrategy
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParallel
+    from lightning.fabric.strategies.single_device import SingleDeviceStrategy
     from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
@@ -87,7 +88,7 @@ class XLAAccelerator(CPUAccelerator):
         return 1
 
     @staticmethod
-    def get_parallel_devices(devices: int) -> list[torch.device]:
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
         """The device."""
         return [xla_device()]
 
@@ -205,7 +206,7 @@ class _OneOfSeveral:
         super().__init__(checkpoint_io=checkpoint_io or XLACheckpointIO(), **precision)  # type: ignore[call-arg]
         self._device = xla_device()
         self._modules: list[torch.nn.Module] = []
-        self._backward_sync_control = self
+        self._backward_sync_control: Any = self
         rank_zero_only.rank = xm.get_ordinal()  # type: ignore[attr-defined]
 
     root_device = property(lambda self: self._device, doc="This process's device.")
