@@ -190,10 +190,7 @@ def test_what_was_not_watched_is_told():
     (note,) = find_overflow(host, jnp.float32(1)).not_watched
     assert note.startswith("the inside of pure_callback (")
     assert __file__ in note
-    ahead = jax.jit(lambda x: 1 / jnp.log(x * 0)).lower(ONES).compile()
-    report = find_overflow(lambda x: ahead(x) + 1, jnp.asarray(ONES))
-    assert "1 arrays were made" in report.not_watched[0]
-    assert "not watched: how" in str(report)
+    assert "not watched: the inside of pure_callback" in str(find_overflow(host, jnp.float32(1)))
 
 
 def test_what_is_refused():

@@ -28,7 +28,8 @@ class LocatingMode(TorchDispatchMode):
         self._backward_seen = False
 
     def locate(self, func: Any) -> Place:
-        """The place of an operation that this mode is called for."""
+        """The place of an operation that this mode is called for, which it counts."""
+        self.count += 1
         name = str(func).removeprefix("aten.").removesuffix(".default")
         module, location = module_paths.current(), events.user_location()
         if module_paths.in_backward() and module is None:

@@ -171,7 +171,7 @@ def capture() -> Iterator[list[DecisionRecord]]:
 
 
 _OURS = frozenset({"", "contextlib", "torch", "xla_amp"})
-_LIBRARIES = (
+LIBRARIES = (
     _OURS
     | {"concurrent", "functools", "threading"}
     | {"accelerate", "equinox", "flax", "jax", "lightning", "transformers"}
@@ -187,7 +187,7 @@ def warn(text: str, category: type[XlaAmpWarning] = XlaAmpWarning, at: tuple[str
         category: by which users filter it.
         at: file and line; None is the innermost stack frame outside torch, JAX, xla_amp and the frameworks above them.
     """
-    frame = user_frame(_LIBRARIES)
+    frame = user_frame(LIBRARIES)
     if at is not None:
         warnings.warn_explicit(text, category, *at)
     elif frame is None:
@@ -198,13 +198,13 @@ def warn(text: str, category: type[XlaAmpWarning] = XlaAmpWarning, at: tuple[str
         warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, name, registry)
 
 
-def user_location() -> str:
-    """``file:line`` of the innermost stack frame outside torch, xla_amp and contextlib, or ``""``.
+def user_location(libraries: frozenset[str] = _OURS) -> str:
+    """``file:line`` of the innermost stack frame outside `libraries`, by default torch, xla_amp, contextlib, or ``""``.
 
     Frames are compared by module name: a folder on the user's path may be called torch or xla_amp.  Generated code
     (our kernels, graphs of torch.fx) has no module name and is skipped.
     """
-    frame = user_frame()
+    frame = user_frame(libraries)
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

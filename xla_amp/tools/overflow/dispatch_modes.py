@@ -34,7 +34,6 @@ class NonfiniteResults(LocatingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         number, place = self.count, self.locate(func)
-        self.count += 1
         result = func(*args, **kwargs)
         if _computes(func):
             tensors = (*tree_leaves(result), *written_tensors(func, args, kwargs))
@@ -61,11 +60,10 @@ class NonfiniteResults(LocatingMode):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Suspect:
-    number: int
     place: Place
     value: float
-    tensors: list[tuple[str, torch.Tensor, torch.Tensor]]
-    """For each operand: its name, a meta tensor, and its `_statistics`."""
+    tensors: list[tuple[str, str, tuple[int, ...], torch.Tensor]]
+    """For each operand: its name, dtype and shape, and its `_statistics`."""
     written: str
     """``inf`` or ``nan`` if a number among its arguments is."""
     result: str
@@ -79,48 +77,41 @@ class OperandStatistics(LocatingMode):
 
     def __init__(self, nonfinite: Mapping[int, tuple[Place, float]]) -> None:
         super().__init__()
-        self.diverged: Place | None = None
-        """The first operation that differs from the run before; the run is not usable then."""
+        self.diverged = False
+        """Whether an operation differs from that of the run before; the run is not usable then."""
         self._nonfinite = nonfinite
         self._suspects: list[_Suspect] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         number, place = self.count, self.locate(func)
-        self.count += 1
         wanted = self._nonfinite.get(number)
-        if wanted is None:
+        if wanted is None or wanted[0].operation != place.operation:
+            self.diverged |= wanted is not None
             return func(*args, **kwargs)
-        if wanted[0].operation != place.operation:
-            self.diverged = self.diverged or place
-            return func(*args, **kwargs)
-        tensors = [(name, _meta(tensor), _statistics(tensor)) for name, tensor in _named_operands(func, args, kwargs)]
+        tensors = [
+            (name, _dtype(tensor), tuple(tensor.shape), _statistics(tensor))
+            for name, tensor in _named_operands(func, args, kwargs)
+        ]
         result = func(*args, **kwargs)
         results = (*tree_leaves(result), *written_tensors(func, args, kwargs))
-        dtype = next((str(tensor.dtype) for tensor in results if is_floating(tensor)), "")
+        dtype = next((_dtype(tensor) for tensor in results if is_floating(tensor)), "")
         self._suspects.append(
-            _Suspect(
-                number=number,
-                place=wanted[0],
-                value=wanted[1],
-                tensors=tensors,
-                written=_written(args, kwargs),
-                result=dtype.removeprefix("torch."),
-            )
+            _Suspect(place=wanted[0], value=wanted[1], tensors=tensors, written=_written(args, kwargs), result=dtype)
         )
         return result
 
     def producers(self) -> tuple[list[Producer], list[Producer]]:
         """The operations that produced an inf or NaN from operands without it, and those that passed on one."""
-        values = iter(_to_host([numbers for suspect in self._suspects for _, _, numbers in suspect.tensors]))
+        values = iter(_to_host([numbers for suspect in self._suspects for *_, numbers in suspect.tensors]))
         found: list[Producer] = []
         passed_on: list[Producer] = []
         for suspect in self._suspects:
-            operands = tuple(_operand(name, tensor, next(values)) for name, tensor, _ in suspect.tensors)
+            operands = tuple(_operand(name, dtype, shape, *next(values)) for name, dtype, shape, _ in suspect.tensors)
             made = "nan" if suspect.value != suspect.value else "inf"
             own = produced(made, operands, written=suspect.written)
             (found if own else passed_on).append(
-                Producer(place=suspect.place, made=made, inputs=operands, result=suspect.result, step=suspect.number)
+                Producer(place=suspect.place, made=made, inputs=operands, result=suspect.result)
             )
         return found, passed_on
 
@@ -151,18 +142,14 @@ def magnitude(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _to_host(values: Sequence[torch.Tensor]) -> list[Any]:
-    """Values of tensors of one shape, with one transfer for each device and one program."""
+    """Values of tensors of one shape, with one transfer and one program for each device."""
     found: list[Any] = [None] * len(values)
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    places: dict[torch.device, list[int]] = {}
     for index, value in enumerate(values):
-        kinds.setdefault((value.device, value.dtype), []).append(index)
-    stacked = {key: torch.stack([values[i] for i in indices]).double() for key, indices in kinds.items()}
-    devices: dict[torch.device, list[tuple[torch.device, torch.dtype]]] = {}
-    for key in kinds:
-        devices.setdefault(key[0], []).append(key)
-    for keys in devices.values():
-        numbers = torch.cat([stacked[key] for key in keys]).tolist()
-        for index, value in zip([i for key in keys for i in kinds[key]], numbers, strict=True):
+        places.setdefault(value.device, []).append(index)
+    for indices in places.values():
+        numbers = torch.stack([values[index].double() for index in indices]).tolist()
+        for index, value in zip(indices, numbers, strict=True):
             found[index] = value
     return found
 
@@ -175,8 +162,8 @@ def _named_operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
                 yield f"{argument.name}[{index}]" if isinstance(value, list | tuple) else argument.name, tensor
 
 
-def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 @torch.no_grad()
@@ -194,12 +181,13 @@ def _statistics(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _operand(name: str, tensor: torch.Tensor, numbers: Sequence[float]) -> ProducerOperand:
-    smallest, largest, infinities, nans = numbers
+def _operand(
+    name: str, dtype: str, shape: tuple[int, ...], smallest: float, largest: float, infinities: float, nans: float
+) -> ProducerOperand:
     return ProducerOperand(
         name=name,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
+        dtype=dtype,
+        shape=shape,
         smallest=0.0 if smallest == float("inf") else smallest,
         largest=largest,
         infinities=int(infinities),

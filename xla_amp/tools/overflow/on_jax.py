@@ -7,9 +7,7 @@ loops, branches, custom derivatives and sharded functions equation by equation, 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -17,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xla_amp.common import events
 from xla_amp.common.events import Place
 from xla_amp.errors import StepError
 from xla_amp.jax import compat, rebind
@@ -76,8 +75,6 @@ def find_overflow(
         raise StepError("find_overflow: called inside of a function that JAX traces; call it with concrete values")
     arguments = _nonfinite_paths((args, kwargs), "args")
     watch = _Watch()
-    for leaf in jax.tree.leaves((args, kwargs)):
-        watch.know(leaf)
     lifted = nnx_state.functionalize(function, args, kwargs)
     if lifted is not None:
         function, args, _ = lifted
@@ -117,26 +114,19 @@ class _WatchTrace(compat.Trace):
         return self.parent.stage_value(value)
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        self.watch.note_strangers(tracers)
         with compat.set_current_trace(self.parent), self.watch.at(compat.running()):
             outs = self.watch.evaluate(primitive, list(tracers), params)
-        for out in outs:
-            self.watch.know(out)
         return outs if primitive.multiple_results else outs[0]
 
     def process_call(self, primitive: Any, function: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         with compat.set_current_trace(self):
             return function.call_wrapped(*tracers)
 
-    def process_custom_jvp_call(
-        self, primitive: Any, function: Any, rule: Any, tracers: Sequence[Any], /, **params: Any
-    ) -> Any:
-        return self.process_call(primitive, function, tracers, params)
+    def process_custom_call(self, primitive: Any, function: Any, *rest: Any, **params: Any) -> Any:
+        """Runs the function on the values at the end of `rest`; the rules of its derivatives are not needed."""
+        return self.process_call(primitive, function, rest[-1], params)
 
-    def process_custom_vjp_call(
-        self, primitive: Any, function: Any, forward: Any, backward: Any, tracers: Sequence[Any], /, **params: Any
-    ) -> Any:
-        return self.process_call(primitive, function, tracers, params)
+    process_custom_jvp_call = process_custom_vjp_call = process_custom_call
 
     def process_shard_map(
         self, primitive: Any, function: Callable[..., Any], tracers: Sequence[Any], /, **params: Any
@@ -146,10 +136,7 @@ class _WatchTrace(compat.Trace):
                 return function(*values)
 
         with compat.set_current_trace(self.parent):
-            outs = self.parent.process_shard_map(primitive, run, tracers, **params)
-        for out in outs:
-            self.watch.know(out)
-        return outs
+            return self.parent.process_shard_map(primitive, run, tracers, **params)
 
 
 class _Watch:
@@ -162,9 +149,6 @@ class _Watch:
         self._loops: list[str] = []
         self._inside: dict[str, None] = {}
         """What is not watched."""
-        self._known: dict[int, Any] = {}
-        """By ``id``, weakly: arrays that are arguments or were made under watch."""
-        self._strangers = 0
         self._eqns: list[Any] = []
         """Equations around the current operation, and its own."""
 
@@ -185,7 +169,8 @@ class _Watch:
             return
         read = [(f"operand {index}", value, self._parts(value)) for index, value in enumerate(operands)]
         inputs = tuple(_operand(name, np.shape(value), parts) for name, value, parts in read if parts)
-        finds = produced(made, inputs, written=made if primitive.name in _FILLS else "")
+        # A gather fills with a number of the program what is out of bounds; it computes nothing.
+        finds = produced(made, inputs, written=made if primitive.name == "gather" else "")
         if not finds and self._passed_on is not None:
             return
         first, *others = self._parts(bad)
@@ -195,7 +180,6 @@ class _Watch:
             made=made,
             inputs=inputs,
             result=str(first.dtype),
-            step=self.operations - 1,
             element=tuple(map(int, np.argwhere(~np.isfinite(first))[0])) if whole else None,
         )
         if finds:
@@ -211,31 +195,7 @@ class _Watch:
             arguments=arguments,
             results=results,
             operations=self.operations,
-            not_watched=(*self._inside, *self._strange()),
-        )
-
-    def know(self, value: Any) -> None:
-        """Notes an array that the function was given or that was computed under watch."""
-        if compat.is_array(value):
-            self._known[id(value)] = weakref.ref(value)
-
-    def note_strangers(self, values: Sequence[Any]) -> None:
-        """Counts the arrays that are neither; not scalars, which JAX makes of Python's numbers unseen."""
-        for value in values:
-            if not compat.is_array(value) or not compat.is_concrete(value) or not np.ndim(value):
-                continue
-            known = self._known.get(id(value))
-            if known is None or known() is not value:
-                self._strangers += 1
-                self.know(value)
-
-    def _strange(self) -> tuple[str, ...]:
-        """What the report says of them."""
-        if not self._strangers:
-            return ()
-        return (
-            f"how {self._strangers:,} arrays were made that the function reads and that are no arguments "
-            "(from closures, or from programs that were compiled ahead of time)",
+            not_watched=tuple(self._inside),
         )
 
     def evaluate(self, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
@@ -278,16 +238,10 @@ class _Watch:
             location = compat.location(eqn)
             if location and not location.startswith(_PACKAGE):
                 return location
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_code is not find_overflow.__code__:
-            if frame.f_globals.get("__name__", "").partition(".")[0] not in ("", "jax", "xla_amp"):
-                return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            frame = frame.f_back
-        return ""
+        return events.user_location(events.LIBRARIES)
 
     def _only_results(self, primitive: Any, why: str) -> None:
-        location = self._location()
-        self._inside[f"the inside of {primitive.name}{f' ({location})' if location else ''}{why}"] = None
+        self._inside[f"the inside of {primitive.name} ({self._location()}){why}"] = None
 
     def _parts(self, value: Any) -> list[np.ndarray[Any, Any]]:
         found, whole = _parts(value)
@@ -303,10 +257,6 @@ class _Watch:
             location=self._location(),
             iteration=", ".join(self._loops),
         )
-
-
-_FILLS: Final = frozenset({"gather"})
-"""Primitives that fill with a number of the program what is out of bounds; they compute nothing."""
 
 
 def _made(parts: Sequence[np.ndarray[Any, Any]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -19,8 +19,6 @@ from xla_amp.errors import StepError
 from xla_amp.tools.monitor import kept as kept_step
 from xla_amp.tools.overflow.dispatch_modes import NonfiniteResults, OperandStatistics, is_floating, magnitude
 from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer
-
-__all__ = ["OverflowReport", "StepError", "find_overflow"]
 
 _SUSPECTS: Final = (16, 256)
 """Operations that the second run examines, and the third.  Most operations after the first inf only propagate it, so
@@ -76,7 +74,8 @@ def find_overflow(
         with restored(found):
             batch = kept_step.restore(kept, found)
             return find_overflow(step, *(args or batch), objects=objects, **kwargs)
-    with progress.shown("find_overflow", lines=True), compiling.for_few_runs(), _module_paths():
+    with progress.shown("find_overflow", lines=True), compiling.for_few_runs(), contextlib.ExitStack() as stack:
+        stack.callback(module_paths.release, module_paths.acquire())
         return _find(functools.partial(step, *args, **kwargs), found)
 
 
@@ -102,7 +101,7 @@ def _find(run: Callable[[], Any], found: list[Any]) -> OverflowReport:
         inputs = OperandStatistics(dict(chosen))
         with restored(found), inputs:
             run()
-        if inputs.diverged is not None or inputs.count != watch.count:
+        if inputs.diverged or inputs.count != watch.count:
             raise StepError(_DIVERGED.format(watch.count, inputs.count))
         producers, given = inputs.producers()
         passed_on += given
@@ -117,7 +116,6 @@ def _find(run: Callable[[], Any], found: list[Any]) -> OverflowReport:
         not_watched=() if is_bad else ("what the step is for: it returns no number and reaches no parameter",),
         scale=scale,
         operations=watch.count,
-        protected=tuple(type(value).__name__ for value in found),
     )
 
 
@@ -136,15 +134,6 @@ _DIVERGED = (
     "find_overflow: two runs of the step differ ({} operations, then {}). Pass the batch as an argument instead of "
     "drawing it from an iterator, and pass objects that the step changes as objects="
 )
-
-
-@contextlib.contextmanager
-def _module_paths() -> Iterator[None]:
-    token = module_paths.acquire()
-    try:
-        yield
-    finally:
-        module_paths.release(token)
 
 
 @contextlib.contextmanager
@@ -170,25 +159,19 @@ def _gradients(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[dict[st
             handle.remove()
 
 
-def _parameters(found: Iterable[Any]) -> dict[str, torch.nn.Parameter]:
+def _parameters(found: Sequence[Any]) -> dict[str, torch.nn.Parameter]:
     """Parameters by their names in modules, otherwise by their position in an optimizer."""
-    named: dict[int, tuple[str, torch.nn.Parameter]] = {}
-    found = list(found)
     modules = [value for value in found if isinstance(value, torch.nn.Module)]
     # Largest module first: submodules may be reachable too.
-    for module in sorted(modules, key=lambda value: -sum(1 for _ in value.modules())):
-        for name, parameter in module.named_parameters():
-            named.setdefault(id(parameter), (name, parameter))
+    modules.sort(key=lambda value: -sum(1 for _ in value.modules()))
+    named = [each for module in modules for each in module.named_parameters()]
     for optimizer in (value for value in found if isinstance(value, torch.optim.Optimizer)):
         for number, group in enumerate(optimizer.param_groups):
-            names = group.get("param_names")
-            for place, parameter in enumerate(group["params"]):
-                name = names[place] if names else f"param_groups[{number}]['params'][{place}]"
-                named.setdefault(id(parameter), (name, parameter))
+            named += [(f"param_groups[{number}]['params'][{place}]", p) for place, p in enumerate(group["params"])]
     result: dict[str, torch.nn.Parameter] = {}
-    for name, parameter in named.values():
+    for parameter, name in {id(p): (p, name) for name, p in reversed(named)}.values():
         result[name if name not in result else f"{name} (another model's, {len(result)})"] = parameter
-    return result
+    return dict(reversed(result.items()))
 
 
 def _scale(found: Iterable[Any]) -> float | None:

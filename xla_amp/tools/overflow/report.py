@@ -47,8 +47,6 @@ class Producer:
     inputs: tuple[ProducerOperand, ...]
     result: str
     """dtype of the result."""
-    step: int
-    """Index of the operation in the step, from 0."""
     element: tuple[int, ...] | None = None
     """Index of the first inf or NaN in the result; None where it was not looked for.  The first number is often that of
     the batch element."""
@@ -108,8 +106,6 @@ class OverflowReport(Report):
     """What only the results of were seen, or nothing; empty if every operation was seen."""
     scale: float | None = None
     """The loss scale; None without a scaler."""
-    protected: tuple[str, ...] = ()
-    """In PyTorch: classes of the objects that were restored besides tensors."""
 
     @property
     def first(self) -> Producer | None:
