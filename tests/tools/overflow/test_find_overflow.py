@@ -19,7 +19,6 @@ from xla_amp import GradScaler
 from xla_amp.backends import module_paths
 from xla_amp.errors import RecompileWarning, StepError
 from xla_amp.testing import counts
-from xla_amp.tools.overflow import on_pytorch as overflow
 from xla_amp.tools.overflow.on_pytorch import find_overflow
 
 # A skipped step is none to torch's schedulers.
@@ -221,23 +220,22 @@ def test_a_captured_function_in_the_step_is_seen():
     assert find_overflow(lambda: captured(torch.ones(2, device=device)) + 1).first.place.operation == "log"
 
 
-def test_runs_are_three_programs_at_most_and_no_recompilations(monkeypatch):
-    """Whatever it finds, and without a warning about its own programs."""
-    trainer = Trainer(xla_amp.xla_device(), Block(), Block(1e6))
-    small = Trainer(xla_amp.xla_device())  # without a mask of infinities
-    for _ in range(4):
-        trainer.step(trainer.batch), small.step(small.batch)
-        xla_amp.sync()
-    cases = (trainer, (16, 256), 2), (small, (16, 256), 1), (trainer, (1, 256), 3)  # its first infinity is the mask
-    for each, suspects, programs in cases:
-        monkeypatch.setattr(overflow, "_SUSPECTS", suspects)
-        for _ in range(3):
-            with counts() as seen, warnings.catch_warnings():
-                warnings.simplefilter("error", RecompileWarning)
-                report = find_overflow(each.step, each.batch)
-            assert (report.first is None) == (each is small)
-            assert seen.executions == programs
-            assert seen.compilations <= programs
+def many_masks(x):
+    """Seventeen infinities on purpose before the one that is found: the second run looks at sixteen."""
+    masked = [x.masked_fill(x > 0, float("inf")).clamp(max=1.0) for _ in range(17)]
+    return torch.log(sum(masked) * 0.0)
+
+
+@pytest.mark.parametrize(("compute", "programs"), [(torch.exp, 1), (lambda x: torch.exp(x * 1e4), 2), (many_masks, 3)])
+def test_runs_are_three_programs_at_most_and_no_recompilations(compute, programs):
+    x = torch.ones(2, 3, device=xla_amp.xla_device())
+    for _ in range(2):
+        with counts() as seen, warnings.catch_warnings():
+            warnings.simplefilter("error", RecompileWarning)
+            report = find_overflow(lambda: compute(x))
+        assert (report.first is None) == (programs == 1)
+        assert seen.executions == programs
+        assert seen.compilations <= programs
 
 
 def test_a_step_that_is_not_the_same_twice():
