@@ -3,7 +3,7 @@
 One module stands for several of torch_xla's: ``from xla_amp import torch_xla``, ``import xla_amp.torch_xla as xr``
 (``torch_xla.runtime``), ``as xs`` (``distributed.spmd``), ``as pl`` (``distributed.parallel_loader``), ``as xmp``
 (``distributed.xla_multiprocessing``), ``as met`` (``debug.metrics``), ``as xp`` (``debug.profiler``), ``as xu``
-(``utils.utils``), ``as test_utils`` (``test.test_utils``).  docs/migration.md has the table.
+(``utils.utils``), ``as test_utils`` (``test.test_utils``).  docs/lists/names.md has the table.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def test_a_name_of_an_earlier_release_tells_the_new_one(old: str, new: str):
 
 
 def test_the_guide_lists_the_earlier_names():
-    page = Path(__file__).parents[2] / "docs" / "migration.md"
+    page = Path(__file__).parents[2] / "docs" / "lists" / "names.md"
     _, _, section = page.read_text().partition("\n## Earlier names of xla_amp\n")
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
     assert [(old.strip("`"), new.strip("`")) for old, new in rows] == list(table().items())

@@ -218,7 +218,7 @@ def test_importing_the_device_registers_its_name():
 
 
 def test_the_page_has_every_name():
-    page = (ROOT / "docs/migration.md").read_text()
+    page = (ROOT / "docs/lists/names.md").read_text()
     section = page.partition("## torch_xla's names")[2].partition("\n## ")[0]
     named = set(re.findall(r"`xla_amp\.torch_xla\.(\w+)", section))
     assert named == set(torch_xla.__all__)
