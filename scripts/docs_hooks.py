@@ -7,6 +7,7 @@ page under ``source/``.  `Docstrings` is Griffe's extension: it reads docstrings
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import os
 import re
@@ -51,6 +52,9 @@ STUB = """<!doctype html>
 <meta http-equiv="refresh" content="0; url={address}">
 <a href="{address}">This page has moved.</a>
 """
+
+BUTTONS = re.compile(r"^(?:\[[^\]]+\]\([^)]+\) ?){2,}$", re.MULTILINE)
+"""A paragraph of links only: on the first page each is a button."""
 
 UNSEARCHED = ("lists/changelog_archive.md",)
 """Pages beside those of sources that the search leaves out."""
@@ -203,11 +207,30 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Points links that leave docs/ to the pages of `on_files`; the search shows pages for readers first."""
     address = page.file.src_uri
+    if address == "index.md":
+        markdown = BUTTONS.sub(lambda found: found[0].replace(")", "){ .md-button }"), markdown)
     if address in UNSEARCHED or (address.startswith("source/") and address != "source/CONTRIBUTING.md"):
         page.meta["search"] = {"exclude": True}
     elif address == "index.md" or address.startswith(("reference/", "lists/")):
         page.meta["search"] = {"boost": 0.5}
     return markdown if page.file.generated_by else _relinked(markdown, f"docs/{page.file.src_uri}")
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Gives each cell of a table the heading of its column, which narrow screens show (stylesheets/tables.css)."""
+    return re.sub(r"<table>\n<thead>.*?</table>", lambda table: _labelled(table[0]), html, flags=re.DOTALL)
+
+
+def _labelled(table: str) -> str:
+    """A table whose rows may be stacked."""
+    headings = [
+        re.sub(r"<[^>]+>", "", cell).replace('"', "&quot;")
+        for cell in re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)
+    ]
+    number = itertools.count()
+    return re.sub(r"<td", lambda _: f'<td data-label="{headings[next(number) % len(headings)]}"', table).replace(
+        "<table>", "<table data-stacked>", 1
+    )
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -15,6 +15,7 @@ ELSEWHERE = {
     "install": "test_docs_pages",
     "migration": "test_docs_pages",
     "pytorch": "test_docs_pages",
+    "recipes": "test_recipes",
     "tutorial": "test_docs_pages",
 }
 """Page -> test that runs its blocks and compares what they print."""
@@ -47,7 +48,6 @@ params, batch = jnp.ones((8, 4)), jnp.ones((2, 8))
 def loss(params, x): return jnp.mean((x @ params) ** 2)
 model, x, train_step = jnp.tanh, batch, jax.grad(loss)
 """,
-    "loss_scaling": TORCH + "Model = lambda: torch.nn.Linear(8, 4)",
     "../lowering/README": "",
     "tools": "",
     "policy": TORCH,
