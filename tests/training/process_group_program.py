@@ -165,8 +165,6 @@ def refusals(rank, world, device):
         "distribute_tensor": lambda: distribute_tensor(layer.weight, dist.init_device_mesh("jax", (world,))),
         "find_unused_parameters": lambda: DistributedDataParallel(layer, find_unused_parameters=True),
         "device_ids": lambda: DistributedDataParallel(layer, device_ids=[5]),
-        "object": lambda: dist.all_gather_object([None] * world, Path.exists),
-        "checkpoint": lambda: checkpoint.save(layer.state_dict(), checkpoint_id=Path(sys.argv[1], "never")),
     }
     found = {}
     for name, call in calls.items():

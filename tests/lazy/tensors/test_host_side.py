@@ -352,8 +352,6 @@ def test_memory(device: torch.device) -> None:
     torch.accelerator.synchronize()
     del x
     assert torch.jax.max_memory_allocated() >= torch.jax.memory_allocated() + 200_000
-    with pytest.raises(DeviceError, match="cannot be reset"):
-        torch.accelerator.reset_accumulated_memory_stats()
     with pytest.raises(ValueError, match="cuda doesn't match the current accelerator jax"):
         torch.accelerator.synchronize("cuda")
 
@@ -457,11 +455,10 @@ def test_nested_tensors_of_the_layout_strided_are_refused(device: torch.device) 
     parts = [torch.ones(2), torch.ones(3)]
     lazy = [part.to(device) for part in parts]
     for make in (
-        lambda: torch.nested.nested_tensor(parts, device=device),
-        lambda: torch.nested.nested_tensor([], device=device),
-        lambda: torch.nested.as_nested_tensor(lazy),
-        lambda: torch.nested.as_nested_tensor(parts, device=device),
-        lambda: torch.nested.nested_tensor(parts).to(device),
+        lambda: torch.nested.nested_tensor(parts, device=device) * 2,
+        lambda: torch.nested.as_nested_tensor(lazy) * 2,
+        lambda: torch.nested.as_nested_tensor(parts, device=device) * 2,
+        lambda: torch.nested.nested_tensor(parts).to(device) * 2,
         lambda: torch._nested_tensor_from_tensor_list(parts, device=device) * 2,
     ):
         with pytest.raises(DeviceError, match=r"torch\.strided do not exist .* layout=torch\.jagged"):

@@ -20,7 +20,6 @@ from multiprocessing.reduction import ForkingPickler
 import torch, torch.serialization, torch.optim, torch.utils.dlpack, torch.multiprocessing, torch.utils.data
 import torch.optim.optimizer as optimizers
 import safetensors.torch
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils.rnn import PackedSequence
 from xla_amp import lazy
 from xla_amp.lazy.torch_integration import monkeypatches  # imports of torch's modules are not counted
@@ -33,7 +32,6 @@ CLASSES = {
     "torch.amp.GradScaler": torch.amp.GradScaler, "torch.autocast": torch.autocast,
     "torch.nn.parallel.DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
     "torch.distributed.DeviceMesh": torch.distributed.device_mesh.DeviceMesh,
-    "torch.distributed.fsdp.FullyShardedDataParallel": FullyShardedDataParallel,
     "torch.utils.data.DataLoader": torch.utils.data.DataLoader,
     "torch.Generator": torch.Generator, "torch.device": torch.device, "torch.Size": torch.Size,
 }

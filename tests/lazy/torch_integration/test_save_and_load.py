@@ -506,12 +506,3 @@ def test_a_torchscript_file_without_weights_is_refused(device: torch.device, tmp
             save()
     torch.jit.save(module.cpu(), tmp_path / "m.pt")
     assert torch.equal(torch.jit.load(tmp_path / "m.pt").weight, module.weight.cpu())
-
-
-def test_sharing_memory_is_refused(device: torch.device) -> None:
-    module = nn.Linear(2, 2).to(device)
-    for share in (module.share_memory, module.weight.share_memory_, module.weight.untyped_storage().share_memory_):
-        with pytest.raises(DeviceError, match=r"cannot share memory on jax:0 .* share tensor.cpu\(\)"):
-            share()
-    assert not module.weight.is_shared()
-    assert torch.ones(2).share_memory_().is_shared()

@@ -1,13 +1,10 @@
 """The backend ``xla_amp`` of `torch.distributed`: process groups of the device's processes.
 
-Tensors of the lazy device travel in collectives of the step (`torch_integration.c10d`), those of the CPU through gloo,
-and Python objects as JSON (`exchange`), so that reading them runs no code.
+Tensors of the lazy device travel in collectives of the step (`torch_integration.c10d`), those of the CPU through gloo.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -110,43 +107,3 @@ def rows_or_columns(ranks: tuple[int, ...], world: int) -> collectives.Groups:
         for offset in range(stride)
     )
     return groups if ranks in groups else None
-
-
-def object_to_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's function that turns an object into bytes for other processes; in our groups they are JSON.
-
-    Raises (what is returned):
-        TypeError: `exchange` does not send the object; the message names it.
-    """
-
-    @functools.wraps(original)
-    def encode(obj: Any, device: Any, group: Any) -> Any:
-        if not is_ours(group):
-            return original(obj, device, group)
-        from xla_amp.lazy.distributed import exchange  # several processes alone load it
-
-        try:
-            text = exchange.encode(obj, "torch.distributed")
-        except TypeError as error:
-            raise TypeError(
-                f"{error}. The backend 'xla_amp' sends JSON, which runs no code where it is read; a group of "
-                "torch.distributed.new_group(backend='gloo') pickles"
-            ) from None
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return data.to(device), torch.tensor([data.numel()]).to(device)
-
-    return encode
-
-
-def tensor_to_object(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's function for the way back."""
-
-    @functools.wraps(original)
-    def decode(tensor: Any, tensor_size: Any, group: Any) -> Any:
-        if not is_ours(group):
-            return original(tensor, tensor_size, group)
-        from xla_amp.lazy.distributed import exchange
-
-        return exchange.decode(tensor.cpu().numpy().tobytes()[: int(tensor_size)])
-
-    return decode

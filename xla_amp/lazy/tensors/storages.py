@@ -94,11 +94,6 @@ def nbytes(original: Callable[..., int], self: Any) -> int:
     return _size(self._xla_amp) if self._xla_amp is not None else original(self)
 
 
-def cpu(original: Callable[..., Any], self: Any) -> UntypedStorage:
-    """A copy of the bytes."""
-    return _host_bytes(self).untyped_storage()
-
-
 def clone(original: Callable[..., Any], self: Any) -> UntypedStorage:
     """A copy on the device; copies nothing now, because values never change."""
     buffer: Buffer = self._xla_amp
@@ -137,27 +132,6 @@ def getitem(original: Callable[..., Any], self: Any, index: Any) -> Any:
     return original(self.cpu(), index)
 
 
-def setitem(original: Callable[..., Any], self: Any, index: Any, value: Any) -> None:
-    """Writes bytes."""
-    _as_bytes(self)[index] = value
-
-
-def fill_(original: Callable[..., Any], self: Any, value: int) -> Any:
-    """Sets every byte."""
-    _as_bytes(self).fill_(value)
-    return self
-
-
-def iterate(original: Callable[..., Any], self: Any) -> Any:
-    """The bytes, of a copy on the host."""
-    return original(self.cpu())
-
-
-def represent(original: Callable[..., str], self: Any) -> str:
-    """The bytes, and the device."""
-    return original(self.cpu()).replace("device=cpu", f"device={self.device}")
-
-
 def write_file(original: Callable[..., None], self: Any, *args: Any) -> None:
     """Writes the bytes to a file (torch's old checkpoint format)."""
     original(self.cpu(), *args)
@@ -168,19 +142,6 @@ def set_from_file(original: Callable[..., None], self: Any, *args: Any) -> Any:
     read = UntypedStorage(self.nbytes())
     original(read, *args)
     return self.copy_(read)
-
-
-def is_shared(original: Callable[..., bool], self: Any) -> bool:
-    """False: no other process can map the memory."""
-    return False
-
-
-def share_memory_(original: Callable[..., Any], self: Any, *args: Any) -> Any:
-    """Raises: no other process can map the memory."""
-    raise DeviceError(
-        f"cannot share memory on {self.device} with other processes ({self.nbytes()} bytes): share tensor.cpu(), or "
-        "module.cpu(), and move it to the device in each process"
-    )
 
 
 def resize_(original: Callable[..., Any], self: Any, size: int) -> Any:
@@ -201,21 +162,14 @@ def byteswap(original: Callable[..., Any], self: Any, *args: Any) -> None:
 
 METHODS: dict[str, Callable[..., Any]] = {
     "__getitem__": getitem,
-    "__iter__": iterate,
     "__len__": nbytes,
-    "__repr__": represent,
-    "__setitem__": setitem,
     "_byteswap": byteswap,
     "_set_from_file": set_from_file,
     "_write_file": write_file,
     "clone": clone,
-    "cpu": cpu,
     "data_ptr": data_ptr,
-    "fill_": fill_,
-    "is_shared": is_shared,
     "nbytes": nbytes,
     "resize_": resize_,
-    "share_memory_": share_memory_,
 }
 """Method of `torch.UntypedStorage` -> what it does for a storage of the lazy device (see also `copy_`)."""
 

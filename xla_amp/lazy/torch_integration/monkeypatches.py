@@ -35,7 +35,6 @@ from xla_amp.lazy.torch_integration import (
     device_guard,
     generator,
     loaded_counts,
-    nested,
     safetensors_files,
     streams,
     torch_parallel,
@@ -52,7 +51,8 @@ class PatchGroup:
 
 
 def install() -> None:
-    """Installs every patch of the table."""
+    """Installs every patch of the table, and where checkpoints are loaded to, unless `import torch` has done it."""
+    torch_registration.register_location(_started)
     for patch in PATCHES:
         patch.install()
 
@@ -270,7 +270,6 @@ _ACCELERATOR: dict[str, Callable[..., Any]] = {
     "_accelerator_getDeviceStats": lambda device: accelerator.allocator_stats(),
     "_accelerator_getMemoryInfo": lambda device: accelerator.free_and_total(),
     "_accelerator_resetPeakStats": lambda device: accelerator.reset_peak(),
-    "_accelerator_resetAccumulatedStats": lambda device: accelerator.refuse_reset(),
     "_accelerator_emptyCache": sync,  # XLA's allocator returns no memory; running the trace frees its buffers
     "_accelerator_emptyHostCache": lambda: None,
 }
@@ -311,22 +310,6 @@ def _replace_device_mesh_constructor() -> None:
     if torch.distributed.is_available():
         mesh = torch.distributed.device_mesh.DeviceMesh
         mesh.__init__ = torch_parallel.device_mesh(mesh.__init__)  # type: ignore[method-assign]
-
-
-def _replace_fully_sharded_constructor() -> None:
-    def change(module: Any) -> None:
-        kind = module.FullyShardedDataParallel
-        kind.__init__ = torch_parallel.fully_sharded(kind.__init__)
-
-    torch_parallel.when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", change)
-
-
-def _replace_object_exchange() -> None:
-    if torch.distributed.is_available():
-        from torch.distributed import distributed_c10d
-
-        distributed_c10d._object_to_tensor = process_groups.object_to_tensor(distributed_c10d._object_to_tensor)
-        distributed_c10d._tensor_to_object = process_groups.tensor_to_object(distributed_c10d._tensor_to_object)
 
 
 def _replace_scaler_step() -> None:
@@ -404,15 +387,10 @@ PATCHES = (
         install=_replace_dlpack_export,
     ),
     PatchGroup(
-        names=("torch.serialization._package_registry",),
-        reason="torch.load puts storages of the device where they were, or where map_location='jax' wants them. "
-        "Installed at `import torch` already, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 (`xla_amp.autoload`).",
-        install=lambda: torch_registration.register_location(_started),
-    ),
-    PatchGroup(
         names=("torch.distributed.distributed_c10d._get_default_timeout",),
         reason="init_process_group('xla_amp') and new_group would wait 30 minutes for a process that does not start; "
-        "a backend cannot register its default. It is XLA_AMP_TIMEOUT here. Installed with the row above.",
+        "a backend cannot register its default. It is XLA_AMP_TIMEOUT here. Installed at `import torch`, unless "
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0 (`xla_amp.autoload`).",
         install=lambda: torch_registration.register_process_group(_started, process_groups.make),
     ),
     PatchGroup(
@@ -492,27 +470,6 @@ PATCHES = (
         install=_replace_device_mesh_constructor,
     ),
     PatchGroup(
-        names=("torch.distributed.fsdp.FullyShardedDataParallel.__init__",),
-        reason="It wraps parts of the module and flattens parameters before it fails, as it resizes storages. Refused "
-        "at the call the module stays as it was. torch imports it on first use, and then it is replaced.",
-        install=_replace_fully_sharded_constructor,
-    ),
-    PatchGroup(
-        names=(
-            "torch.distributed.distributed_c10d._object_to_tensor",
-            "torch.distributed.distributed_c10d._tensor_to_object",
-        ),
-        reason="Collectives of Python objects unpickle what comes from the network, which runs code. In groups of the "
-        "backend 'xla_amp' they send JSON.",
-        install=_replace_object_exchange,
-    ),
-    PatchGroup(
-        names=("torch.nested.nested_tensor", "torch.nested.as_nested_tensor"),
-        reason="A nested tensor of the layout strided would be made of no memory, and each operation on it an internal "
-        "error.",
-        install=nested.replace_constructors,
-    ),
-    PatchGroup(
         names=("torch.Generator",),
         reason="The constructor asks a C++ hook for a device's generator, which a Python device cannot give (an "
         "error). Every generator is an instance of the replacement, as before.",
@@ -541,6 +498,7 @@ PATCHES = (
 """In the order of their installation."""
 
 REGISTRATIONS = {
+    "torch.serialization._package_registry": "where torch.load puts tensors of the device (`torch_registration`)",
     "torch.jax": "the device module (`device.BackendModule`)",
     "torch.Tensor.jax": "torch adds these methods for every out-of-tree device",
     "torch.Tensor.is_jax": "as above",

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.machinery
 import inspect
-import sys
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -118,64 +115,3 @@ def device_mesh(original: Callable[..., None]) -> Callable[..., None]:
         original(self, device_type, *args, **kwargs)
 
     return construct
-
-
-def fully_sharded(original: Callable[..., None]) -> Callable[..., None]:
-    """torch's constructor of FullyShardedDataParallel, which is refused for the device that it would choose.
-
-    Raises (what is returned):
-        DeviceError: the lazy device; the module is as it was.
-    """
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
-        if _chosen(given["module"], given.get("device_id")) == DEVICE_TYPE:
-            raise DeviceError(
-                "torch's FullyShardedDataParallel frees memory by resizing storages, which the lazy XLA device cannot: "
-                "use xla_amp.shard(model, xla_amp.make_mesh({'data': 8}), 'fsdp'); for whole replicas in several "
-                "processes DistributedDataParallel"
-            )
-        original(self, *args, **kwargs)
-
-    return construct
-
-
-def _chosen(module: Any, device_id: Any) -> str | None:
-    """The device type that FullyShardedDataParallel trains on."""
-    if device_id is not None:
-        return torch.device(device_id).type
-    parameters = module.parameters() if isinstance(module, torch.nn.Module) else ()
-    held = (parameter.device.type for parameter in parameters)
-    accelerator = torch.accelerator.current_accelerator()
-    return next((kind for kind in held if kind not in ("cpu", "meta")), accelerator.type if accelerator else None)
-
-
-def when_imported(name: str, change: Callable[[ModuleType], None]) -> None:
-    """Calls ``change(module)`` for the module `name`: now, or when it has been imported, which may take long."""
-    if name in sys.modules:
-        change(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _FindsOnce(name, change))
-
-
-class _FindsOnce:
-    def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
-        self._name, self._change = name, change
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        """The spec of the module, whose import is followed by the change; None for others."""
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        found = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if found is not None and found.loader is not None:
-            execute = found.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                self._change(module)
-
-            found.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return found
