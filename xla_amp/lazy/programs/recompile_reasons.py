@@ -9,17 +9,15 @@ that compiles again and again is warned about once.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import linecache
 import logging
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from xla_amp.common import compiling, config, events
 from xla_amp.errors import RecompileWarning
-from xla_amp.lazy.graph.tape import Node, Tape, nodes
+from xla_amp.lazy.graph.tape import Node, Tape
 from xla_amp.lazy.graph.trace import Instruction
 from xla_amp.lazy.programs.compile import XlaProgram
 
@@ -37,8 +35,6 @@ _GROWING = (
     "beginning, padded on the right of a causal model (docs/pytorch.md#sequences-that-grow), or use a static cache; "
     "pad prompts of many lengths on the left to few (pad_to_multiple_of=64)"
 )
-_ROWS = 10
-"""Most lines in a table of the report."""
 
 
 @dataclasses.dataclass
@@ -66,9 +62,6 @@ def reset() -> None:
     _waits.clear()
 
 
-# ---- compilations ----------------------------------------------------------------------------------------------------
-
-
 def compiled(program: XlaProgram) -> None:
     """Counts a compilation at the user's line; warns about a line that compiles again and again.
 
@@ -83,17 +76,14 @@ def compiled(program: XlaProgram) -> None:
     location = events.user_location()
     line = _lines.setdefault(location, _Line())
     before = None if line.program is None else line.program()
-    dropped = line.program is not None and before is None
     line.program, line.programs = weakref.ref(program), line.programs + 1
-    line.grown = line.grown + 1 if before is not None and _grows(before, program) else 0
-    if line.programs == 1:
-        return
-    reason = (
-        "the program before was dropped (XLA_AMP_PROGRAM_MEMORY)"
-        if dropped or before is None
-        else _change(before, program)
-    )
-    _again(location, line, f"compiled program {line.programs}", reason)
+    if before is None:
+        line.grown, reason = 0, "the program before was dropped (XLA_AMP_PROGRAM_MEMORY)"
+    else:
+        grows, reason = _compare(before, program)
+        line.grown = line.grown + 1 if grows else 0
+    if line.programs > 1:
+        _again(location, line, f"compiled program {line.programs}", reason)
 
 
 def captured_again(location: str, reason: str) -> None:
@@ -107,104 +97,18 @@ def _again(location: str, line: _Line, what: str, reason: str) -> None:
     line.newest = reason
     if "recompile" in config.debug():
         _log.warning("%s: %s: %s", location or "a backward pass", what, reason)
-    count = max(line.programs, line.captures)
-    if count < PATIENCE or line.warned:
+    if max(line.programs, line.captures) < PATIENCE or line.warned:
         return
     line.warned = True
     file, _, number = location.rpartition(":")
-    text = (
-        f"{location or 'a backward pass'} has compiled {line.programs} programs"
-        + (f" and had a captured step recorded again {line.captures} times" if line.captures else "")
-        + f"; the last time because {reason}. {_GROWING if line.grown >= PATIENCE - 2 else _CHANGING}. "
-        "XLA_AMP_DEBUG=recompile logs each, and metrics.report() counts them"
+    captures = f" and had a captured step recorded again {line.captures} times" if line.captures else ""
+    events.warn(
+        f"{location or 'a backward pass'} has compiled {line.programs} programs{captures}; the last time because "
+        f"{reason}. {_GROWING if line.grown >= PATIENCE - 2 else _CHANGING}. XLA_AMP_DEBUG=recompile logs each, and "
+        "metrics.report() counts them",
+        RecompileWarning,
+        at=(file or "<backward pass>", int(number or 0)),
     )
-    events.warn(text, RecompileWarning, at=(file or "<backward pass>", int(number or 0)))
-
-
-def _grows(old: XlaProgram, new: XlaProgram) -> bool:
-    """Whether the first value that differs has become longer in one dimension."""
-    for before, after in zip(nodes(old.key.code), nodes(new.key.code), strict=False):
-        if before.instruction is not after.instruction:
-            outs = zip(before.instruction.outs, after.instruction.outs, strict=False)
-            return any(a is not None and b is not None and _is_longer(a.shape, b.shape) for a, b in outs)
-    return False
-
-
-def _is_longer(old: Sequence[int], new: Sequence[int]) -> bool:
-    changed = [(a, b) for a, b in zip(old, new, strict=False) if a != b]
-    return len(old) == len(new) and len(changed) == 1 and changed[0][0] < changed[0][1]
-
-
-def _change(old: XlaProgram, new: XlaProgram) -> str:
-    found = difference(old.key.code, new.key.code)
-    if found is not None:
-        return found
-    if old.key.wanted != new.key.wanted:
-        return (
-            f"other values are kept after the step ({len(new.key.wanted)}, {len(old.key.wanted)} before): a list that "
-            "grows, or gradients that are not dropped?"
-        )
-    if old.key.spent != new.key.spent:
-        return (
-            f"other inputs can be overwritten ({len(new.key.spent)}, {len(old.key.spent)} before): old values are kept "
-            "or released"
-        )
-    return "the values have another layout over the mesh"
-
-
-def difference(old: Sequence[int], new: Sequence[int]) -> str | None:
-    """The first difference of two traces, None if they are equal."""
-    before, after = Tape(old).nodes, Tape(new).nodes
-    count = "" if len(before) == len(after) else f" ({len(after)} operations, {len(before)} before)"
-    for position, (a, b) in enumerate(zip(before, after, strict=False)):
-        if a.instruction is not b.instruction:
-            reader = _reader(after[position:], b.first)
-            return _instruction_change(position, a.instruction, b.instruction, reader) + count
-        if (*a.draw, *a.inputs) != (*b.draw, *b.inputs):
-            return f"operation {position}, {b.instruction.name}, reads other values{_at(b.instruction)}{count}"
-    if len(before) != len(after):
-        shorter = min(len(before), len(after))
-        extra = (after if len(after) > len(before) else before)[shorter].instruction
-        which = "is new" if len(after) > len(before) else "is missing"
-        return f"operation {shorter}, {extra.name}, {which}{_at(extra)}{count}"
-    return None
-
-
-def _instruction_change(position: int, old: Instruction, new: Instruction, reader: str) -> str:
-    if old.emit is None and new.emit is None:
-        return f"an input is {_show(new)}, {_show(old)} before{reader}"
-    if old.name != new.name:
-        return f"operation {position} is {_name(new)}, {_name(old)} before{_at(new)}"
-    for name in (*new.constants, *old.constants):
-        value, before = new.constants.get(name), old.constants.get(name)
-        if name in old.constants and name in new.constants and value != before:
-            return f"the argument {name} of {new.name} is {value!r}, {before!r} before{_at(new)}"
-        if name not in new.constants and new.ints > old.ints:
-            return f"the argument {name} of {new.name}, {before!r} before, has changed and is data now{_at(new)}"
-    if old.outs != new.outs:
-        return f"{new.name} gives {_show(new)}, {_show(old)} before{_at(new)}"
-    return f"an argument of {new.name} (operation {position}) has another shape, dtype or kind{_at(new)}"
-
-
-def _reader(rest: Sequence[Node], number: int) -> str:
-    """The first operation of a trace that reads value `number`."""
-    found = next((node.instruction for node in rest if number in node.inputs), None)
-    return "" if found is None else f", read by {found.name}{_at(found)}"
-
-
-def _name(instruction: Instruction) -> str:
-    return "an input" if instruction.emit is None else instruction.name
-
-
-def _show(instruction: Instruction) -> str:
-    return ", ".join(map(repr, instruction.outs))
-
-
-def _at(instruction: Instruction) -> str:
-    return f" at {instruction.location}" if instruction.location and instruction.emit is not None else ""
-
-
-# ---- host syncs ------------------------------------------------------------------------------------------------------
 
 
 def host_waits() -> None:
@@ -219,6 +123,21 @@ def host_waits() -> None:
         _log.warning("Python waits for the device: %s", _with_source(location))
 
 
+def report() -> str:
+    """The ten lines with most compilations, and with most host syncs, as text; empty if there are none."""
+    compilations = []
+    for where, line in list(_lines.items()):
+        captures = f", and {line.captures} captures made again" if line.captures else ""
+        reason = f": {line.newest}" if line.newest else ""
+        compilations.append((line.programs, f"{where or 'a backward pass'}{captures}{reason}"))
+    waits = [(count, _with_source(where)) for where, count in list(_waits.items())]
+    text = ""
+    for title, rows in (("compilations by line", compilations), ("host syncs by line", waits)):
+        shown = [f"{count:>8,}  {line}" for count, line in sorted(rows, key=lambda row: -row[0])[:10]]
+        text += "\n".join(("", "", f"{title}:", *shown)) if rows else ""
+    return text
+
+
 def _with_source(location: str) -> str:
     """A line with its text: what asks for the value."""
     file, _, number = location.rpartition(":")
@@ -226,30 +145,83 @@ def _with_source(location: str) -> str:
     return (location or "a thread without Python code") + (f": {source}" if source else "")
 
 
-# ---- the report ------------------------------------------------------------------------------------------------------
+# ---- differences of two programs -------------------------------------------------------------------------------------
 
 
-def report() -> str:
-    """The lines with most compilations and host syncs, as text; empty if there are none."""
-    return _table("compilations by line", _compilation_rows()) + _table(
-        "host syncs by line", [(count, _with_source(where)) for where, count in list(_waits.items())]
-    )
+def _compare(old: XlaProgram, new: XlaProgram) -> tuple[bool, str]:
+    """Whether the first value that differs has become longer in one dimension, and what differs."""
+    found = _first_difference(Tape(old.key.code).nodes, Tape(new.key.code).nodes)
+    if found is not None:
+        return found
+    if old.key.wanted != new.key.wanted:
+        kept = len(new.key.wanted), len(old.key.wanted)
+        return False, (
+            f"other values are kept after the step ({kept[0]}, {kept[1]} before): a list that grows, or gradients that "
+            "are not dropped?"
+        )
+    if old.key.spent != new.key.spent:
+        spent = len(new.key.spent), len(old.key.spent)
+        return (
+            False,
+            f"other inputs can be overwritten ({spent[0]}, {spent[1]} before): old values are kept or released",
+        )
+    return False, "the values have another layout over the mesh"
 
 
-def _compilation_rows() -> list[tuple[int, str]]:
-    rows = []
-    for where, line in list(_lines.items()):
-        captures = f", and {line.captures} captures made again" if line.captures else ""
-        reason = f": {line.newest}" if line.newest else ""
-        rows.append((line.programs, f"{where or 'a backward pass'}{captures}{reason}"))
-    return rows
+def difference(old: Sequence[int], new: Sequence[int]) -> str | None:
+    """The first difference of two traces, None if they are equal."""
+    found = _first_difference(Tape(old).nodes, Tape(new).nodes)
+    return None if found is None else found[1]
 
 
-def _table(title: str, rows: list[tuple[int, Any]]) -> str:
-    if not rows:
-        return ""
-    rows = sorted(rows, key=lambda row: -row[0])
-    shown = [f"{count:>8,}  {text}" for count, text in itertools.islice(rows, _ROWS)]
-    if len(rows) > _ROWS:
-        shown.append(f"{sum(count for count, _ in rows[_ROWS:]):>8,}  {len(rows) - _ROWS} other lines")
-    return "\n".join(("", "", f"{title}:", *shown))
+def _first_difference(before: Sequence[Node], after: Sequence[Node]) -> tuple[bool, str] | None:
+    count = "" if len(before) == len(after) else f" ({len(after)} operations, {len(before)} before)"
+    for position, (a, b) in enumerate(zip(before, after, strict=False)):
+        if a.instruction is not b.instruction:
+            if a.is_parameter and b.is_parameter:
+                reader = next((n.instruction for n in after[position:] if b.first in n.inputs), None)
+                read = "" if reader is None else f", read by {reader.name}{_at(reader)}"
+                text = f"an input is {_show(b.instruction)}, {_show(a.instruction)} before{read}"
+            else:
+                text = _change(position, a.instruction, b.instruction)
+            return _is_longer(a.instruction, b.instruction), text + count
+        if (*a.draw, *a.inputs) != (*b.draw, *b.inputs):
+            return False, f"operation {position}, {b.instruction.name}, reads other values{_at(b.instruction)}{count}"
+    if len(before) == len(after):
+        return None
+    position = min(len(before), len(after))
+    which, rest = ("is new", after) if len(after) > len(before) else ("is missing", before)
+    extra = rest[position].instruction
+    return False, f"operation {position}, {extra.name}, {which}{_at(extra)}{count}"
+
+
+def _change(position: int, old: Instruction, new: Instruction) -> str:
+    if old.name != new.name:
+        one, other = ("an input" if each.emit is None else each.name for each in (old, new))
+        return f"operation {position} is {other}, {one} before{_at(new)}"
+    for name in (*new.constants, *old.constants):
+        value, before = new.constants.get(name), old.constants.get(name)
+        if name in old.constants and name in new.constants and value != before:
+            return f"the argument {name} of {new.name} is {value!r}, {before!r} before{_at(new)}"
+        if name not in new.constants and new.ints > old.ints:
+            return f"the argument {name} of {new.name}, {before!r} before, has changed and is data now{_at(new)}"
+    if old.outs != new.outs:
+        return f"{new.name} gives {_show(new)}, {_show(old)} before{_at(new)}"
+    return f"an argument of {new.name} (operation {position}) has another shape, dtype or kind{_at(new)}"
+
+
+def _is_longer(old: Instruction, new: Instruction) -> bool:
+    for a, b in zip(old.outs, new.outs, strict=False):
+        if a is not None and b is not None and len(a.shape) == len(b.shape):
+            changed = [(m, n) for m, n in zip(a.shape, b.shape, strict=True) if m != n]
+            if len(changed) == 1 and changed[0][0] < changed[0][1]:
+                return True
+    return False
+
+
+def _show(instruction: Instruction) -> str:
+    return ", ".join(map(repr, instruction.outs))
+
+
+def _at(instruction: Instruction) -> str:
+    return f" at {instruction.location}" if instruction.location and instruction.emit is not None else ""
