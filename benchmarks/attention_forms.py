@@ -87,7 +87,11 @@ def main() -> None:
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = [jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16) for key in keys]
     example = Attention(query=arrays[0], key=arrays[1], value=arrays[2], causal=True, platform=pjrt.platform())
-    forms = {f"xla_amp, {form.name}": ours(form) for form in sdpa.FORMS if form.objection(example) is None}
+    forms = {
+        f"xla_amp, {form.name}": ours(form)
+        for form in sdpa.forms_of(example.platform)
+        if form.objection(example) is None
+    }
     on_gpu = pjrt.platform() == "gpu"
     peers = {f"jax.nn, {name}": library(name) for name in ("xla", *(["cudnn"] if on_gpu else []))}
     runs: dict[str, Callable[[], float]] = {}

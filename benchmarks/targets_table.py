@@ -32,7 +32,7 @@ from results import RESULTS, stamp, write_markdown
 from workloads import Workload, language, resnet, vit
 
 import xla_amp
-from xla_amp.lazy.programs import compile_options, executables, execute
+from xla_amp.lazy.programs import executables, execute, pjrt
 from xla_amp.lowering.attention import cudnn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
@@ -137,7 +137,7 @@ class Row:
 
 def measure(compilers: targets.Compilers, model: str, target: str, variant: str, options: argparse.Namespace) -> Row:
     """Compile one variant; the lazy device's with the engine's compile options."""
-    ours = compile_options.for_platform(targets.platform_of(target)) if variant.startswith("lazy") else None
+    ours = pjrt.for_platform(targets.platform_of(target)) if variant.startswith("lazy") else None
     compiled = compilers.compile(VARIANTS[variant](MODELS[model](options), target), target, ours)
     # XLA subtracts one second for each operation without an estimate; a step takes far less than one second.
     unjudged = -math.floor(compiled.seconds or 0)

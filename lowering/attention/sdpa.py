@@ -1,30 +1,41 @@
 """Scaled dot product attention as one operation, forward and backward, in the fastest form for its platform.
 
-`FORMS` is the table of forms; lowering/README.md has the measurements.  Forward and backward choose the form by the
+`forms_of` has the forms; lowering/README.md has the measurements.  Forward and backward choose the form by the
 same properties of the call, so both draw the same dropout mask.
 """
 
 from __future__ import annotations
 
-from typing import Final
-
 import jax
 import numpy as np
 
 from xla_amp.lowering import forms
-from xla_amp.lowering.attention import blocked, cudnn, full_matrix, splash
+from xla_amp.lowering.attention import blocked, full_matrix
 from xla_amp.lowering.attention.attention_call import Attention, AttentionForm
 from xla_amp.lowering.linalg.contraction import Operand
 from xla_amp.lowering.operand import Permuted, as_dtype, materialize
 from xla_amp.lowering.registry import register
 
-FORMS: Final = (splash.FORM, cudnn.FORM, blocked.FORM, full_matrix.FORM)
-"""In order of preference: the first without an objection computes the call."""
+
+def forms_of(platform: str) -> tuple[AttentionForm, ...]:
+    """The forms in order of preference: the first without an objection computes the call.
+
+    Kernels are loaded for their platform alone.
+    """
+    if platform == "tpu":
+        from xla_amp.lowering.attention import splash
+
+        return splash.FORM, blocked.FORM, full_matrix.FORM
+    if platform == "gpu":
+        from xla_amp.lowering.attention import cudnn
+
+        return cudnn.FORM, blocked.FORM, full_matrix.FORM
+    return blocked.FORM, full_matrix.FORM
 
 
 def form_of(call: Attention) -> AttentionForm:
     """The form in which a call is computed."""
-    return forms.choose("scaled_dot_product_attention", FORMS, call)
+    return forms.choose("scaled_dot_product_attention", forms_of(call.platform), call)
 
 
 @register("_scaled_dot_product_fused_attention_overrideable", takes=(Permuted,))

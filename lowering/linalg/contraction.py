@@ -1,4 +1,4 @@
-"""Contractions: matrix products and their fused forms.
+"""Contractions: matrix products, their fused forms, and products of groups of rows.
 
 Every matrix product goes through `contract`, so only this module knows the forms that a platform needs
 (lowering/README.md has the figures):
@@ -207,3 +207,58 @@ def addmm_activation(
     # torch rounds the sum before the activation, except where cuBLASLt fuses the two
     y = addmm(start, left, right, beta=beta, alpha=alpha, platform=platform)
     return jax.nn.gelu(y, approximate=False) if use_gelu else jax.nn.relu(y)
+
+
+# ---- grouped products ------------------------------------------------------------------------------------------------
+
+
+@register("_grouped_mm")
+def grouped_mm(
+    left: jax.Array,
+    right: jax.Array,
+    offsets: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    out_dtype: Any = None,
+    *,
+    platform: str,
+) -> jax.Array:
+    """``left[m, k] @ right[g, k, n]``, or grouped over k (both 2-d), over n (`left` 3-d) or not at all (both 3-d)."""
+    if offsets is None:
+        product = contract(left, right, ((2,), (1,)), ((0,), (0,)), platform=platform)
+    else:
+        sizes = jnp.diff(offsets, prepend=jnp.zeros(1, offsets.dtype))
+        if left.ndim == 2 and right.ndim == 2:
+            product = _ragged(left, right, sizes, contracting=(1, 0), ragged=1, group=(), platform=platform)
+        elif left.ndim == 2:
+            product = _ragged(left, right, sizes, contracting=(1, 1), ragged=0, group=(0,), platform=platform)
+        else:
+            # left[g, m, k] @ right[k, n], grouped over n, is the transpose of the form above.
+            product = _ragged(right, left, sizes, contracting=(0, 2), ragged=1, group=(0,), platform=platform).T
+    return product if bias is None else product + as_dtype(bias, product.dtype)
+
+
+def _ragged(
+    left: jax.Array,
+    right: jax.Array,
+    sizes: jax.Array,
+    *,
+    contracting: tuple[int, int],
+    ragged: int,
+    group: tuple[int, ...],
+    platform: str,
+) -> jax.Array:
+    """A dot whose left axis `ragged` is split into groups of `sizes`; `group` is the right operand's group axis."""
+    if is_half(left.dtype) and platform == "cpu":  # XLA:CPU has no half dot in the form that XLA expands this to
+        left, right = up(left), up(right)
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((contracting[0],), (contracting[1],)), ((), ())),
+        lhs_ragged_dimensions=[ragged],
+        rhs_group_dimensions=list(group),
+    )
+    return lax.ragged_dot_general(
+        left,
+        right,
+        sizes,
+        numbers,
+        precision=precision(left.dtype),
+    )

@@ -1,4 +1,4 @@
-"""Elementwise operations of two tensors, or of a tensor and a number.
+"""Elementwise operations of two tensors, or of a tensor and a number, bits included.
 
 torch first converts both operands to one dtype (*common*), then computes, half dtypes in float32.  The tables differ in
 how operands are converted:
@@ -19,7 +19,7 @@ In torch's CPU kernels (BinaryOpsKernel.cpp) only sums, products and quotients t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jax.scipy import special
 
-from xla_amp.lowering.operand import as_dtype, is_half, opmath
+from xla_amp.lowering.operand import as_dtype, axes, is_half, opmath, up
 from xla_amp.lowering.registry import register
 
 Binary = Callable[[Any, Any], jax.Array]
@@ -328,3 +328,25 @@ def cross(x: jax.Array, y: jax.Array, *, dim: int = -1, common: Any) -> jax.Arra
     dtype = opmath(common)
     x, y = jnp.broadcast_arrays(as_dtype(x, dtype), as_dtype(y, dtype))
     return jnp.cross(x, y, axis=dim)
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+
+
+@register("frexp.Tensor")
+def frexp(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(mantissa with magnitude in [0.5, 1), exponent); 0, infinities and NaN are returned as mantissa."""
+    mantissa, exponent = jnp.frexp(up(x))
+    return mantissa, exponent
+
+
+@register("hash_tensor")
+def hash_tensor(x: jax.Array, dim: Sequence[int] = (), *, keepdim: bool = False, mode: int = 0) -> jax.Array:
+    """Exclusive or of the numbers as 64-bit words: floats by the bits of their float64 value (mode 0, the only one)."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        words = lax.bitcast_convert_type(as_dtype(x, np.float64), np.uint64)
+    else:
+        words = as_dtype(as_dtype(x, np.int64) if x.dtype.kind == "i" else x, np.uint64)
+    over = axes(list(dim), x.ndim)
+    result = lax.reduce(words, np.uint64(0), lax.bitwise_xor, over)
+    return jnp.expand_dims(result, over) if keepdim else result

@@ -1,4 +1,4 @@
-"""Fourier transforms.
+"""Fourier transforms, and complex numbers made of real ones.
 
 torch reduces all of them to three: complex to complex, real to complex and complex to real, over the dimensions `dim`
 (the last one is halved).  The normalization is 0 for none, 1 for division by the square root of the number of points, 2
@@ -13,7 +13,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from xla_amp.lowering.operand import up
 from xla_amp.lowering.registry import register
 
 _EXPONENTS = {0: 0.0, 1: -0.5, 2: -1.0}
@@ -58,3 +60,18 @@ def complex_to_real(x: jax.Array, dim: list[int], normalization: int, last_dim_s
     points = _points(x.shape, dim[:-1]) * last_dim_size
     half = _transform(x, dim[:-1], False)
     return _scaled(jnp.fft.irfft(half, n=last_dim_size, axis=dim[-1], norm="forward"), points, normalization)
+
+
+# ---- complex numbers -------------------------------------------------------------------------------------------------
+
+
+@register("complex")
+def from_parts(real: jax.Array, imag: jax.Array) -> jax.Array:
+    """complex64 of float32 parts (also of half parts, since XLA has no complex half), complex128 of float64 parts."""
+    return lax.complex(*jnp.broadcast_arrays(up(real), up(imag)))
+
+
+@register("polar")
+def from_polar(magnitude: jax.Array, angle: jax.Array) -> jax.Array:
+    magnitude, angle = up(magnitude), up(angle)
+    return from_parts(magnitude * jnp.cos(angle), magnitude * jnp.sin(angle))

@@ -15,7 +15,7 @@ import xla_amp
 from xla_amp.errors import StepFailedError
 from xla_amp.lazy.interop.export import export
 from xla_amp.lazy.interop.functional import functional
-from xla_amp.lazy.programs import compile_options, execute, pjrt
+from xla_amp.lazy.programs import execute, pjrt
 
 ROUNDING = "xla_allow_excess_precision"
 VARIABLE = "XLA_AMP_COMPILER_OPTIONS"
@@ -28,14 +28,14 @@ def device():
     execute.clear_programs()
 
 
-@pytest.mark.parametrize("platform", compile_options.OPTIONS)
+@pytest.mark.parametrize("platform", pjrt.OPTIONS)
 def test_rows_have_a_reason_and_are_the_default(monkeypatch, platform):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.delenv(VARIABLE, raising=False)
-    rows = compile_options.OPTIONS[platform]
+    rows = pjrt.OPTIONS[platform]
     assert list(rows) == sorted(rows)
     assert all(row.why.endswith(".") and row.source for row in rows.values())
-    assert compile_options.for_platform(platform) == {name: row.value for name, row in rows.items()}
+    assert pjrt.compiler_options(platform) == {name: row.value for name, row in rows.items()}
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_users_replace_and_add(monkeypatch, flags, ours, expected):
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setenv(VARIABLE, ours)
     monkeypatch.setattr(pjrt, "platform", lambda: "gpu")
-    assert compile_options.for_platform("gpu") == expected
+    assert pjrt.compiler_options("gpu") == expected
     # The host computes beside the device, and knows none of its options.
-    assert compile_options.for_platform("cpu") == {}
+    assert pjrt.compiler_options("cpu") == {}
 
 
 class Block(nn.Module):
@@ -92,7 +92,7 @@ def test_a_gpu_keeps_what_the_policy_made_low_low_between_kernels(device):
     text = text_for("gpu")
     with targets.Compilers() as compilers:
         wide = compilers.compile(text, "h100")
-        low = compilers.compile(text, "h100", compile_options.for_platform("gpu"))
+        low = compilers.compile(text, "h100", pjrt.compiler_options("gpu"))
     # What stays float32 is inside the gradients of batch norm; the stream between the blocks is not.
     assert between_kernels(low.hlo, SHAPE)["f32"] < between_kernels(wide.hlo, SHAPE)["f32"]
     assert low.bytes_accessed < 0.8 * wide.bytes_accessed

@@ -16,7 +16,7 @@ from torch import nn
 import xla_amp
 from xla_amp import GradScaler, syncfree
 from xla_amp.lazy import private_api
-from xla_amp.lazy.programs import compile_options, execute
+from xla_amp.lazy.programs import execute, pjrt
 from xla_amp.lowering import table
 
 SHAPES = [(64, 128), (128, 256), (256,), (32, 32, 8)]
@@ -69,7 +69,7 @@ def test_updates_are_in_place_and_move_little(name):
         pytest.skip(
             "bytes are counted for a GPU: XLA:CPU has no fusions with several results; no compiler for one here"
         )
-    compiled = targets.compile_for(text_for("gpu"), "h100", compile_options.for_platform("gpu"))
+    compiled = targets.compile_for(text_for("gpu"), "h100", pjrt.compiler_options("gpu"))
     moved = compiled.bytes_accessed
     # The least there is: every buffer read and written once, and every gradient read once to know whether it is finite
     # (all of them, before anything may be written) and once more to step with.

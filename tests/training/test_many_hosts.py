@@ -11,7 +11,7 @@ import pytest
 import targets
 from test_spmd_targets import collectives
 
-from xla_amp.lazy.programs import compile_options
+from xla_amp.lazy.programs import pjrt
 
 PROGRAM = Path(__file__).with_name("many_hosts_program.py")
 PLATFORMS = {"h100": "gpu", "v5p": "tpu"}
@@ -36,7 +36,7 @@ def compiled(tmp_path_factory):
                 pytest.skip(f"the compiler for {target} is not installed")
             split, platform = written(), PLATFORMS[target]
             program = (folder / f"{platform}.mlir").read_text()
-            return compilers.compile(program, target, compile_options.for_platform(platform)), split
+            return compilers.compile(program, target, pjrt.compiler_options(platform)), split
 
         yield compile_for
 

@@ -229,7 +229,7 @@ def compiler_options() -> dict[str, str]:
     """``XLA_AMP_COMPILER_OPTIONS``: XLA's options for the lazy device's programs, by name.
 
     Written as in ``XLA_FLAGS`` or as names alone, ``"xla_gpu_autotune_level=0 xla_cpu_enable_fast_math=true"``; they
-    replace the package's own (`xla_amp.lazy.programs.compile_options`), and an empty value restores XLA's default.
+    replace the package's own (`xla_amp.lazy.programs.pjrt`), and an empty value restores XLA's default.
 
     Raises:
         PolicyError: a word is not ``name=value``.

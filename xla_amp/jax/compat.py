@@ -262,7 +262,7 @@ LOWERINGS = tuple(
     os.path.join(*path.split("/"))
     for path in (
         "xla_amp/lowering/linalg/contraction.py",
-        "xla_amp/lowering/linalg/grouped.py",
+        "xla_amp/lowering/linalg/contraction.py",
         "xla_amp/lowering/nn/convolution.py",
         "xla_amp/lazy/interop/functional.py",
     )

@@ -11,7 +11,7 @@ import torch
 
 import xla_amp
 from xla_amp import lazy as engine
-from xla_amp.lazy.graph.host_copies import copies
+from xla_amp.lazy.dtypes import copies
 from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.steps import step_marker

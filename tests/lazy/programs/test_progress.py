@@ -9,18 +9,18 @@ import time
 
 import pytest
 
-from xla_amp.lazy.programs import progress
+from xla_amp.lazy.programs import executables
 
 tqdm = pytest.importorskip("tqdm")
 
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "QUIET", 0.05)
+    monkeypatch.setattr(executables, "QUIET", 0.05)
 
 
 def compile_for(seconds: float, *, stores: bool = True) -> None:
-    with progress.compiling(3117, "train.py:212", stores=stores):
+    with executables.compiling(3117, "train.py:212", stores=stores):
         time.sleep(seconds)
 
 
@@ -37,7 +37,7 @@ def test_a_long_compilation_says_what_and_how_long(caplog: pytest.LogCaptureFixt
 
 
 def test_a_short_one_says_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "QUIET", 5.0)
+    monkeypatch.setattr(executables, "QUIET", 5.0)
     compile_for(0.0)
     assert caplog.records == []
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from xla_amp.common import config
-from xla_amp.lazy.torch_integration import cpu_training
+from xla_amp.lazy.steps import step_marker
 
 
 @pytest.fixture(autouse=True)
 def fresh(device, monkeypatch):
     """As in a process whose device was started and not used."""
-    monkeypatch.setattr(cpu_training, "_watching", True)
-    monkeypatch.setattr(cpu_training, "_steps", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(step_marker, "_watching", True)
+    monkeypatch.setattr(step_marker, "_steps", weakref.WeakKeyDictionary())
 
 
 def train(where, width=400, steps=12):

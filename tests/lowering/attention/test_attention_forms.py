@@ -351,7 +351,7 @@ def test_a_refused_kernel_is_replaced_with_one_warning(monkeypatch):
 
     refused = dataclasses.replace(cudnn.FORM, platforms=("cpu",), supports=lambda call: None, min_columns=0)
     refused = dataclasses.replace(refused, forward=call_of_cudnn)
-    monkeypatch.setattr(sdpa, "FORMS", (refused, blocked.FORM, full_matrix.FORM))
+    monkeypatch.setattr(sdpa, "forms_of", lambda platform: (refused, blocked.FORM, full_matrix.FORM))
     query, key, value = (torch.randn(1, 2, 16, 8, dtype=torch.bfloat16) for _ in range(3))
     want = torch.nn.functional.scaled_dot_product_attention(query, key, value)
     moved = [x.to(device) for x in (query, key, value)]
@@ -450,7 +450,6 @@ def test_the_choice_says_what_each_form_before_it_objected_to():
     assert choice.call == "1 x 8 heads, 1024 rows, 1024 columns, 64 features, bfloat16"
     assert (choice.form, choice.platform) == ("full matrix", "gpu")
     assert dict(choice.left_out) == {
-        "splash": "for tpu",
         "cudnn": "the result has other features than the query",
         "blocked": "fewer than 1024 rows, or a score matrix of less than 1024 MiB",
     }

@@ -28,7 +28,7 @@ def test_as_torch(name: str, dtype: torch.dtype) -> None:
 def test_rows_after_the_last_group_are_zero() -> None:
     import jax.numpy as jnp
 
-    from xla_amp.lowering.linalg.grouped import grouped_mm
+    from xla_amp.lowering.linalg.contraction import grouped_mm
 
     product = grouped_mm(jnp.ones((8, 4)), jnp.ones((2, 4, 4)), jnp.array([2, 5]), platform="cpu")
     assert product[:, 0].tolist() == [4, 4, 4, 4, 4, 0, 0, 0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import check, sample
 
-from xla_amp.lowering.math import counting  # noqa: F401  (fills the table)
+from xla_amp.lowering.math import ordering  # noqa: F401  (fills the table)
 
 
 @pytest.mark.parametrize(("dtype", "density"), [(torch.float32, False), (torch.float64, True)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import check, sample
 
-from xla_amp.lowering.nn import quantization  # noqa: F401  (fills the table)
+from xla_amp.lowering.math import elementwise  # noqa: F401  (fills the table)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -20,7 +20,7 @@ from xla_amp.lazy import private_api, to_device
 from xla_amp.lazy.dtypes import TO_TORCH
 from xla_amp.lazy.graph.trace import Buffer, spec
 from xla_amp.lazy.programs import mesh, pjrt
-from xla_amp.lazy.tensors import dlpack_import, tensor_io
+from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration.device import device
 
@@ -97,9 +97,9 @@ def from_torch(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if tensor.device.type == "meta":
         raise DeviceError("from_torch() expects a tensor that has values, got one on meta")
-    if not dlpack_import.shares_memory(tensor):
+    if not transfer.shares_memory(tensor):
         return to_device(tensor.cpu())
-    result = tensor_over(dlpack_import.from_memory(tensor))
+    result = tensor_over(transfer.from_memory(tensor))
     return result.requires_grad_() if tensor.requires_grad and tensor.is_leaf else result
 
 

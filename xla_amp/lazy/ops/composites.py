@@ -1,4 +1,4 @@
-"""Kernels for torch's composite operations that this device runs as one operation.
+"""Kernels for composite operations of torch and torchvision that this device runs as one operation.
 
 Each is registered on the device's autograd key and replaces torch's composite, so that autograd records one operation.
 A call with unsupported arguments runs the composite.
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from xla_amp.lazy.ops.operators import KernelTable
-from xla_amp.lazy.tensors.tensor_io import PLAIN
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE, PLAIN
 
 aten = torch.ops.aten
 _TRACED = (FakeTensor, FunctionalTensor)
@@ -125,3 +125,30 @@ def _differentiable_attention_backward(
     asked: list[Any] = [x for x, want in zip((query, key, value, bias), wanted, strict=True) if want]
     gradients = iter(torch.autograd.grad(again, asked, grad, create_graph=True))
     return tuple(next(gradients) if want else None for want in wanted)
+
+
+# ---- torchvision -----------------------------------------------------------------------------------------------------
+
+
+operators = torch.ops.torchvision
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype is not torch.float64 else tensor
+
+
+def _nms(dets: torch.Tensor, scores: torch.Tensor, iou_threshold: float) -> torch.Tensor:
+    """`nms` in float32: a low dtype cannot represent pixel positions."""
+    with torch.autocast(DEVICE_TYPE, enabled=False):
+        kept: torch.Tensor = operators.nms(_wide(dets), _wide(scores), iou_threshold)
+        return kept
+
+
+def _roi_align(input: torch.Tensor, rois: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """`roi_align` in float32, with a result in the dtype of `input`."""
+    with torch.autocast(DEVICE_TYPE, enabled=False):
+        result: torch.Tensor = operators.roi_align(_wide(input), _wide(rois), *rest)
+        return result.to(input.dtype)
+
+
+AUTOCAST_KERNELS: dict[str, Callable[..., Any]] = {"nms": _nms, "roi_align": _roi_align}

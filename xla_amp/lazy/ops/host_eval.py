@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from xla_amp.lazy import private_api
-from xla_amp.lazy.dtypes import to_torch
-from xla_amp.lazy.graph.host_copies import copies
+from xla_amp.lazy.dtypes import copies, to_torch
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Instruction, trace
 from xla_amp.lazy.programs import execute, mesh, program_cache, recompile_reasons

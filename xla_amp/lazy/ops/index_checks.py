@@ -2,7 +2,7 @@
 
 An XLA program cannot raise: on the device an out-of-range read returns the nearest element or NaN, and an out-of-range
 write is dropped.  Uploaded indices, such as the tokens and labels of a batch, are checked in the host's copy
-(`host_copies`), in every operation; indices that the device computes are not checked, nor are uploads above 1 MiB.
+(`dtypes.copies`), in every operation; indices that the device computes are not checked, nor are uploads above 1 MiB.
 """
 
 from __future__ import annotations

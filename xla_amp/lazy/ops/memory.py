@@ -17,7 +17,7 @@ from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.ops.checks import shape_inference
 from xla_amp.lazy.ops.operators import KernelTable, on_key
 from xla_amp.lazy.steps.loops import flush_if_full
-from xla_amp.lazy.tensors import dlpack_import, tensor_io, transfer
+from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import forks
 
@@ -172,7 +172,7 @@ def _copied(self: torch.Tensor, dtype: torch.dtype, device: Any) -> torch.Tensor
         return _on_host(self).to(device, dtype)
     tensor_io.require_here(device)
     if self.device.type != DEVICE_TYPE:
-        return transfer.wrap(dlpack_import.copy_to_device(self, dtype))
+        return transfer.wrap(transfer.copy_to_device(self, dtype))
     with trace.lock:
         flush_if_full()
         number, value_spec = tensor_io.read(self)

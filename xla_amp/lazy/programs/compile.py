@@ -18,7 +18,7 @@ from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.tape import Tape
 from xla_amp.lazy.graph.trace import Instruction, Spec, rounding_cast
-from xla_amp.lazy.programs import compile_options, memory_layout, mesh, weight_gradients
+from xla_amp.lazy.programs import memory_layout, mesh, pjrt, weight_gradients
 from xla_amp.lazy.programs.memory_layout import InputFormat
 from xla_amp.lowering.operand import Deferred, materialize
 
@@ -141,7 +141,7 @@ def build(
         parameter_numbers, parameter_specs: of the trace's inputs, in the order of first use.
         numbers: count of lifted floats and of lifted ints.
         streams: count of (seed, offset) pairs, which precede the ints.
-        platform: XLA platform, for platform-specific lowerings and `compile_options`.
+        platform: XLA platform, for platform-specific lowerings and compiler options.
         places: of the operations in the user's program, for programs that are read (`interop.locations`); without them
             an operation has the line that recorded it first.
     """
@@ -187,7 +187,7 @@ def build(
 
     step = replicated(lazy_step) if mesh.replicas else lazy_step
     nested = jax.jit(step, donate_argnums=0, **options)
-    chosen = compile_options.for_platform(platform)
+    chosen = pjrt.compiler_options(platform)
     # Over several devices XLA chooses the layouts.
     orders = {} if options or mesh.replicas else memory_layout.orders(tape, platform)
     input_formats: list[InputFormat] = []

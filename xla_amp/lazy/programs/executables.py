@@ -1,16 +1,20 @@
-"""Executables of programs: compiled, or read from JAX's cache on the disk (`compilation_cache`)."""
+"""Executables of programs: compiled, with a log line if that takes long, or read from the disk."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
-from xla_amp.common import events
+from xla_amp.common import config, events
 from xla_amp.lazy import private_api
-from xla_amp.lazy.programs import compilation_cache, pjrt, progress
+from xla_amp.lazy.programs import compilation_cache, pjrt
 from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lazy.programs.metrics import metrics
 
@@ -65,7 +69,7 @@ def make_ready(program: XlaProgram, arguments: Sequence[Any]) -> None:
         jax.errors.JaxRuntimeError: XLA rejected the program.
     """
     stores = compilation_cache.is_on()
-    with progress.compiling(program.operations, events.user_location(), stores=stores):
+    with compiling(program.operations, events.user_location(), stores=stores):
         lowered = program.jitted.lower(*arguments)
         before = _hits.count
         compiled = lowered.compile()
@@ -92,3 +96,53 @@ def _code_bytes(compiled: jax.stages.Compiled) -> int:
     except jax.errors.JaxRuntimeError:
         return 0
     return int(stats.generated_code_size_in_bytes + stats.host_generated_code_size_in_bytes)
+
+
+_log = logging.getLogger(__name__)
+
+QUIET: float = 5.0
+"""Seconds of compilation before the line is logged."""
+
+
+@contextlib.contextmanager
+def compiling(operations: int, location: str, *, stores: bool) -> Iterator[None]:
+    """Context manager around a compilation that says what a user waits for, if it takes longer than `QUIET`.
+
+    The logger is below ``xla_amp``: its level silences the two lines, and so does ``XLA_AMP_PROGRESS=off``.  Python
+    writes them to stderr unless the program configures logging.
+
+    Args:
+        operations: count of operations in the step.
+        location: ``file:line`` of the user's that waits, may be empty.
+        stores: whether the result is kept on the disk.
+    """
+    begin = time.monotonic()
+    ended = threading.Event()
+    text = f"{operations:,} operations{location and ', from '}{location}"
+    kept = "; kept for the next run" if stores else ""
+    shown = []
+
+    def watch() -> None:
+        if not ended.wait(QUIET):
+            shown.append(True)
+            _say(f"compiling {text}{kept}")
+
+    watcher = None
+    if config.progress() != "off" and _log.isEnabledFor(logging.WARNING):
+        watcher = threading.Thread(target=watch, daemon=True, name="xla_amp progress")
+        watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if watcher is not None:
+            watcher.join()
+        if shown:
+            _say(f"compiled {operations:,} operations in {time.monotonic() - begin:.1f} s")
+
+
+def _say(text: str) -> None:
+    """Logs a separate line: a progress bar of tqdm is drawn again below it."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    with tqdm.external_write_mode(file=sys.stderr) if tqdm is not None else contextlib.nullcontext():
+        _log.warning(text)

@@ -8,15 +8,14 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
 
 from xla_amp.common import events
 from xla_amp.errors import KernelWarning, StepFailedError, XlaAmpError
-from xla_amp.lazy import private_api
-from xla_amp.lazy.graph import host_copies
+from xla_amp.lazy import dtypes, private_api
 from xla_amp.lazy.graph.trace import Buffer, Poisoned, trace
 from xla_amp.lazy.programs import (
     dynamic_ints,
@@ -29,9 +28,11 @@ from xla_amp.lazy.programs import (
 )
 from xla_amp.lazy.programs.compile import NO_SHARDINGS, Key, Shardings, XlaProgram, build
 from xla_amp.lazy.programs.metrics import metrics
-from xla_amp.lazy.steps import failed_step
 from xla_amp.lazy.torch_integration import forks, generator
 from xla_amp.lowering import forms
+
+if TYPE_CHECKING:
+    from xla_amp.lazy.steps import failed_step
 
 _programs = program_cache.new_cache()
 _pending: dict[Callable[[], list[Any]], object] = {}
@@ -288,8 +289,8 @@ def _commit(run: _Flush) -> None:
     for buffer, position in zip(run.targets, program.outputs, strict=True):
         buffer.array = value = outputs[position] if position >= 0 else arrays[~position]
         known = trace.known.get(buffer.number)
-        if known is not None and host_copies.is_kept(known):
-            host_copies.keep(value, known)
+        if known is not None and dtypes.is_kept(known):
+            dtypes.keep(value, known)
     add_pending(functools.partial(_values_of, [weakref.ref(target) for target in run.targets]))
     _forget(run.targets)
     if run.is_new:
@@ -386,6 +387,8 @@ def _rest(targets: list[Buffer], arrays: list[Any]) -> failed_step.Rest | None:
     key = Key(code=tuple(trace.code), wanted=tuple(buffer.number for buffer in targets), spent=())
     floats, ints, streams = _numbers()
     specs = [buffer.spec for buffer in trace.parameters]
+    from xla_amp.lazy.steps import failed_step  # only a failure loads it
+
     try:
         return failed_step.rest(key, trace.parameter_numbers, specs, arrays, (floats, ints), streams, pjrt.platform())
     except Exception:

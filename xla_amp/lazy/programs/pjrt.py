@@ -1,12 +1,15 @@
-"""The PJRT device of lazy tensors, and its platform."""
+"""The PJRT device of lazy tensors, its platform, and the compiler options for it."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 import jax
 
-from xla_amp.common import config
+from xla_amp.common import compiling, config
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.programs import compilation_cache
 
@@ -64,3 +67,52 @@ def platform() -> str:
     """``"cpu"``, ``"gpu"`` or ``"tpu"``."""
     name: str = jax_device().platform
     return _PLATFORMS.get(name, name)
+
+
+# ---- compiler options by platform ------------------------------------------------------------------------------------
+
+
+class Option(NamedTuple):
+    """A row of the table."""
+
+    value: str
+    """As XLA reads it: ``"False"``, ``"0"``."""
+    why: str
+    source: str
+
+
+OPTIONS: Mapping[str, Mapping[str, Option]] = MappingProxyType(
+    {
+        "cpu": {},
+        "gpu": {
+            "xla_allow_excess_precision": Option(
+                "False",
+                "If allowed, XLA omits a rounding between two float32 computations, and stores in float32 what the "
+                "policy has cast to a low dtype: a third more bytes for a residual network with leaky ReLU.",
+                "xla/xla.proto, DebugOptions; tests/training/test_compile_options.py",
+            ),
+        },
+        "tpu": {},
+    }
+)
+"""Platform -> name of the XLA option -> its value."""
+
+
+def compiler_options(of: str) -> dict[str, str]:
+    """``compiler_options`` of `jax.jit` for a program on the platform `of`.
+
+    The user's options apply to the device only: the CPU backend rejects TPU options.
+
+    Args:
+        of: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+
+    Raises:
+        PolicyError: ``XLA_AMP_COMPILER_OPTIONS`` cannot be read.
+    """
+    named = config.xla_flags()
+    ours = {name: option.value for name, option in OPTIONS.get(of, {}).items()}
+    if compiling.runs_few_times():
+        ours |= {name: str(value) for name, value in compiling.quick_options(of, 0).items()}
+    ours = {name: value for name, value in ours.items() if name not in named}
+    theirs = config.compiler_options() if of == platform() else {}
+    return {name: value for name, value in (ours | theirs).items() if value}

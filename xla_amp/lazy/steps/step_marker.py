@@ -22,13 +22,13 @@ from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim
 
 from xla_amp.backends import dynamo, initial_state
-from xla_amp.common import events
+from xla_amp.common import config, events
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.programs.execute import flush
 from xla_amp.lazy.steps import forward_hook
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import cpu_training, forks
+from xla_amp.lazy.torch_integration import forks
 
 _armed = -1
 """Generation of the trace in which an optimizer step was recorded; no longer current after a flush."""
@@ -169,14 +169,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     global _open
     if _on_device(optimizer):
-        cpu_training.device_was_used()
+        device_was_used()
         _open = -1
         if trace.code:
             _arm(optimizer)
             if _with_optimizer and not _paused and not _unscaled:
                 end_step()
     else:
-        cpu_training.stepped(optimizer)
+        stepped(optimizer)
 
 
 def _arm(optimizer: torch.optim.Optimizer) -> None:
@@ -283,3 +283,45 @@ def _forget() -> None:
 
 for _hook in (_before_step, _after_step):
     dynamo.skip(_hook)
+
+
+# ---- training on the CPU ---------------------------------------------------------------------------------------------
+
+
+LEAST_ELEMENTS = 100_000
+"""Parameters of a model that is worth a device; smaller ones may be on the CPU on purpose."""
+STEPS = 10
+"""Steps of one optimizer after which this is a training and not a comparison."""
+
+_watching = True
+_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+def device_was_used() -> None:
+    """An optimizer has stepped parameters on the device: the program knows what is where."""
+    global _watching
+    _watching = False
+    _steps.clear()
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Counts a step of an optimizer whose first parameter is not on the device; warns at the `STEPS`-th."""
+    global _watching
+    if not _watching:
+        return
+    count = _steps[optimizer] = _steps.get(optimizer, 0) + 1
+    if count < STEPS:
+        return
+    del _steps[optimizer]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    elements = sum(p.numel() for p in parameters)
+    if elements < LEAST_ELEMENTS or any(p.device.type != "cpu" for p in parameters):
+        return
+    device_was_used()
+    if config.warns_of_cpu_training():
+        events.warn(
+            f"{type(optimizer).__name__} has made {STEPS} steps on {elements} parameters that are on the CPU, and none "
+            "has been made on the XLA device that this program started. Move the model with "
+            "model.to(xla_amp.xla_device()) before the optimizer is built, or tell the framework the device; "
+            f"{config.CPU_TRAINING}=allow silences this",
+        )

@@ -29,7 +29,7 @@ from xla_amp.lazy.graph.trace import (
 )
 from xla_amp.lazy.ops.checks import shape_inference
 from xla_amp.lazy.programs.execute import flush
-from xla_amp.lazy.tensors import dlpack_import, transfer, windows
+from xla_amp.lazy.tensors import transfer
 from xla_amp.lowering.operand import materialize
 from xla_amp.lowering.tensor import strided
 
@@ -177,7 +177,7 @@ def _read_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype: 
     _check_bounds(_elements(base, dtype), shape, strides, offset)
 
     def emit(context: Any, inputs: Any, floats: Any, ints: Any, rng: Any) -> list[Any]:
-        return [windows.read(inputs[0], target.shape, strides, offset, target.numpy_dtype, ints or None)]
+        return [strided.read_as(inputs[0], target.shape, strides, offset, target.numpy_dtype, ints or None)]
 
     return _window_instruction("view", emit, target, 1, (base, target, strides, dtype), offset)
 
@@ -248,8 +248,8 @@ def _write_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype:
 
     def emit(context: Any, inputs: Any, floats: Any, ints: Any, rng: Any) -> list[Any]:
         old, new = inputs
-        changed = strided.write(windows.retype(old, window.numpy_dtype), new, shape, strides, offset, ints or None)
-        return [windows.retype(changed, base.numpy_dtype).reshape(base.shape)]
+        changed = strided.write(strided.retype(old, window.numpy_dtype), new, shape, strides, offset, ints or None)
+        return [strided.retype(changed, base.numpy_dtype).reshape(base.shape)]
 
     repeats = 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
     if repeats:
@@ -302,7 +302,7 @@ def _grow(tensor: torch.Tensor, buffer: Buffer, size: int) -> None:
     if instruction is None:
 
         def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
-            flat = windows.retype(inputs[0], old.numpy_dtype).reshape(-1)
+            flat = strided.retype(inputs[0], old.numpy_dtype).reshape(-1)
             return [jax.numpy.pad(flat, (0, target.size - old.size))]
 
         instruction = _growths[old, target] = Instruction("resize", emit, (target,), 1)
@@ -348,7 +348,7 @@ def view_of(value: jax.Array, tensor: torch.Tensor) -> jax.Array:
     """The elements of `tensor` in `value`, any value of its buffer; of a tensor in JAX code, too."""
     offset: Any = tensor.storage_offset()  # an int; torch's stubs also allow a SymInt
     dtype = spec((), tensor.dtype).numpy_dtype
-    return materialize(windows.read(value, tuple(tensor.shape), tensor.stride(), offset, dtype))
+    return materialize(strided.read_as(value, tuple(tensor.shape), tensor.stride(), offset, dtype))
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
@@ -404,7 +404,7 @@ def window(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """``target.copy_(source)`` for a `target` on the lazy device and a `source` on any device."""
     if source.device.type != DEVICE_TYPE:
-        array = dlpack_import.copy_to_device(source, target.dtype)
+        array = transfer.copy_to_device(source, target.dtype)
         buffer = buffer_of(target)
         if source.shape == target.shape and is_whole(target) and (buffer.number < 0 or not _is_parameter(buffer)):
             # An upload of the whole buffer replaces the array; operations recorded before use the old value number.

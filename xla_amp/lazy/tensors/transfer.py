@@ -1,4 +1,4 @@
-"""Create tensors from host values and arrays, and copy values between the host and the device."""
+"""Create tensors from host values, arrays and memory of other devices, and copy values to and from the host."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 
 from xla_amp.common import interrupts
 from xla_amp.errors import DeviceError, StepFailedError
-from xla_amp.lazy import private_api
+from xla_amp.lazy import dtypes, private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
-from xla_amp.lazy.graph import host_copies
 from xla_amp.lazy.graph.trace import Buffer, Spec, spec
 from xla_amp.lazy.programs import mesh, pjrt, recompile_reasons
 from xla_amp.lazy.programs.metrics import metrics
@@ -29,8 +28,8 @@ def upload(tensor: torch.Tensor) -> jax.Array:
     metrics.host_to_device += 1
     with private_api.x64():
         array = mesh.put(private)
-    if not private.ndim or host_copies.is_kept(private):  # optimizers store rates in tensors and read them
-        host_copies.keep(array, private)
+    if not private.ndim or dtypes.is_kept(private):  # optimizers store rates in tensors and read them
+        dtypes.keep(array, private)
     return array
 
 
@@ -89,3 +88,35 @@ def zeros(wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Ten
         # JAX may use NumPy's memory, which a program cannot overwrite, so only copies of its arrays are given away.
         sources = {struct: jax.device_put(np.zeros(*struct), home) for struct in structs}
         return [wrap(jax.device_put(sources[struct], home, may_alias=False)) for struct in structs]
+
+
+# ---- memory of other devices of torch --------------------------------------------------------------------------------
+
+
+_SHARED = {"cpu": "cpu", "cuda": "gpu"}
+"""torch device type -> platform on which JAX can use its memory."""
+
+
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of another torch device is in the memory of the lazy device."""
+    if mesh.active is not None or _SHARED.get(tensor.device.type) != pjrt.platform():
+        return False
+    return tensor.device.type == "cpu" or tensor.device.index == pjrt.jax_device().local_hardware_id
+
+
+def from_memory(tensor: torch.Tensor) -> jax.Array:
+    """The memory of a tensor for which `shares_memory` is true as an array, through DLPack.
+
+    XLA copies misaligned CPU memory.
+    """
+    source = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    with private_api.x64():
+        array: jax.Array = jax.dlpack.from_dlpack(source)
+        return array
+
+
+def copy_to_device(tensor: torch.Tensor, dtype: torch.dtype) -> jax.Array:
+    """A copy of another torch device's tensor on the lazy device; from the same GPU without a copy to the host."""
+    if tensor.device.type != "cpu" and shares_memory(tensor):
+        return from_memory(tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format))
+    return upload(tensor.to("cpu", dtype))

@@ -18,7 +18,7 @@ from xla_amp.errors import MissingLoweringError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.ops import composites, dynamic_shape, memory, operators, rnn, sparse, torchvision, wrappers
+from xla_amp.lazy.ops import composites, dynamic_shape, memory, operators, rnn, sparse, wrappers
 from xla_amp.lazy.ops.codegen import Variant, make_kernel
 from xla_amp.lazy.programs import execute, mesh, pjrt
 from xla_amp.lazy.programs.execute import sync
@@ -26,17 +26,7 @@ from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import (
-    accelerator,
-    c10d,
-    device_guard,
-    forks,
-    generator,
-    inductor,
-    monkeypatches,
-    nested,
-    streams,
-)
+from xla_amp.lazy.torch_integration import accelerator, c10d, device_guard, forks, generator, monkeypatches, nested
 from xla_amp.lowering import Lowering, registry, table
 
 
@@ -45,7 +35,7 @@ class BackendModule:
 
     _initialized = True
     """``torch.utils.checkpoint`` saves the device's random state only of an initialized module."""
-    Scheduling = PythonWrapperCodegen = CppWrapperCodegen = WrapperFxCodegen = inductor.NoCodeGenerator
+    Scheduling = PythonWrapperCodegen = CppWrapperCodegen = WrapperFxCodegen = nested.NoCodeGenerator
 
     def is_available(self) -> bool:
         """Whether the device can be used (it is registered only then)."""
@@ -80,11 +70,11 @@ class BackendModule:
         accelerator.select(device)
         return contextlib.nullcontext()
 
-    Stream, Event = streams.Stream, streams.Event
+    Stream, Event = accelerator.Stream, accelerator.Event
 
-    def current_stream(self, device: Any = None) -> streams.Stream:
+    def current_stream(self, device: Any = None) -> accelerator.Stream:
         """The device's only stream; raises as `set_device` does."""
-        return streams.Stream(device)
+        return accelerator.Stream(device)
 
     default_stream = current_stream
 
@@ -261,7 +251,7 @@ def _install_kernels() -> None:
         if f"aten::{name}" not in _installed:
             _implement("aten", name, kernel)  # where autograd is off (inference mode)
         _implement("aten", name, kernel, "AutogradPrivateUse1")
-    for name, kernel in torchvision.AUTOCAST_KERNELS.items():
+    for name, kernel in composites.AUTOCAST_KERNELS.items():
         _implement("torchvision", name, kernel, "AutocastPrivateUse1")
     for name, kernel in c10d.KERNELS.items():
         if hasattr(torch.ops.c10d, name):  # a torch built without distributed has none of them

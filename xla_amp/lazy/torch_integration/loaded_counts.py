@@ -1,4 +1,4 @@
-"""Put the step counts of a loaded optimizer on the host, where a fresh optimizer counts.
+"""What is loaded: step counts go to the host, files of safetensors to the device.
 
 ``torch.load(map_location="jax")`` moves them to the device with everything else, and each later step would wait for
 the device once for each parameter.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from xla_amp.backends import initial_state
-from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE, require_here
 
 _COUNTS = ("step", "mu_product")
 """Names of scalar state that torch.optim's classes read on the host, unless they are capturable or fused."""
@@ -65,3 +65,56 @@ def _to_host(places: list[tuple[MutableMapping[str, Any], str]]) -> None:
 
 def _is_scalar_on_device(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE and value.numel() == 1
+
+
+# ---- files of safetensors --------------------------------------------------------------------------------------------
+
+
+class _Moving:
+    """An open file, or a slice of one, whose tensors are moved to `device`."""
+
+    def __init__(self, opened: Any, device: torch.device) -> None:
+        self._opened, self._device = opened, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def __enter__(self) -> _Moving:
+        self._opened.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._opened[index].to(self._device)
+        return tensor
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._opened.get_tensor(name).to(self._device)
+        return tensor
+
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(self._device) for name, tensor in self._opened.get_tensors().items()}
+
+    def get_slice(self, name: str) -> _Moving:
+        return _Moving(self._opened.get_slice(name), self._device)
+
+
+def opening(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``safetensors.safe_open`` that also takes the lazy device: ``"jax"``, ``"jax:0"``, a `torch.device`, or 0.
+
+    Raises:
+        DeviceError: an index that the device does not have.
+    """
+
+    @functools.wraps(original)
+    def safe_open(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
+        ours = str(device).partition(":")[0] == DEVICE_TYPE or isinstance(device, int)  # torch takes 0 for our device
+        if not ours or framework not in ("pt", "torch", "pytorch"):
+            return original(filename, framework, device, **options)
+        where = torch.device(device)
+        require_here(where)
+        return _Moving(original(filename, framework, "cpu", **options), where)
+
+    return safe_open

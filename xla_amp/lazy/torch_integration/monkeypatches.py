@@ -20,7 +20,7 @@ from torch.nn.modules import module as nn_module
 from torch.storage import UntypedStorage
 from torch.utils.data import DataLoader
 
-from xla_amp.backends import dynamo, skip_step, torch_registration
+from xla_amp.backends import dynamo, torch_registration
 from xla_amp.common import interrupts
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
@@ -35,8 +35,6 @@ from xla_amp.lazy.torch_integration import (
     device_guard,
     generator,
     loaded_counts,
-    safetensors_files,
-    streams,
     torch_parallel,
 )
 
@@ -168,7 +166,7 @@ def _replace_safe_open() -> None:
         return
     import safetensors
 
-    opening = safetensors_files.opening(safetensors.safe_open)
+    opening = loaded_counts.opening(safetensors.safe_open)
     for name in ("safetensors", "safetensors.torch"):
         if name in sys.modules:
             sys.modules[name].safe_open = opening  # type: ignore[attr-defined]
@@ -264,7 +262,7 @@ _ACCELERATOR: dict[str, Callable[..., Any]] = {
     "_accelerator_setDeviceIndex": accelerator.select,
     "_accelerator_exchangeDevice": accelerator.select,
     "_accelerator_maybeExchangeDevice": accelerator.select,
-    "_accelerator_getStream": lambda index: streams.Stream(index),
+    "_accelerator_getStream": lambda index: accelerator.Stream(index),
     "_accelerator_synchronizeDevice": lambda device: sync(wait=True),
     "_accelerator_isAllocatorInitialized": lambda: True,
     "_accelerator_getDeviceStats": lambda device: accelerator.allocator_stats(),
@@ -320,6 +318,8 @@ def _replace_scaler_step() -> None:
         found = list(state["found_inf_per_device"].values())
         if not all(flag.device.type == DEVICE_TYPE for flag in found):
             return original(self, optimizer, state, *args, **kwargs)
+        from xla_amp.backends import skip_step  # optimizers that are not fused load it
+
         step = functools.partial(optimizer.step, *args, **kwargs) if args or kwargs else None
         return skip_step.step_where_finite(optimizer, sum(found[1:], found[0]), step)
 

@@ -15,7 +15,6 @@ from typing import Any, overload
 import torch
 
 from xla_amp.backends import devices
-from xla_amp.backends.skip_step import step_where_finite
 from xla_amp.backends.trees import tree_map
 from xla_amp.common import arguments, interrupts
 from xla_amp.errors import SkipLimitError
@@ -132,6 +131,8 @@ class GradScaler(torch.amp.GradScaler):
         found = list(optimizer_state["found_inf_per_device"].values())
         if not all(devices.is_xla(flag.device.type) for flag in found):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+        from xla_amp.backends.skip_step import step_where_finite  # optimizers that are not fused load it
+
         step = functools.partial(optimizer.step, *args, **kwargs) if args or kwargs else None
         result: float | None = step_where_finite(optimizer, sum(found[1:], found[0]), step)
         return result

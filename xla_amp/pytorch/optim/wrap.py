@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from xla_amp.backends import capturable, devices
-from xla_amp.backends.skip_step import step_where_finite
+from xla_amp.backends import devices
 
 _AnyOptimizer = TypeVar("_AnyOptimizer", bound=Optimizer)
 
@@ -57,6 +56,8 @@ class _Skippable(Optimizer):
     wraps_next_class = True
 
     def step(self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None) -> Any:
+        from xla_amp.backends import capturable, skip_step  # only wrapped optimizers load them
+
         if self._needs_closure() and closure is not None:
             return self._step_with(closure, flag_of(self, found_inf))
         loss = None
@@ -70,7 +71,7 @@ class _Skippable(Optimizer):
         step = super().step
         with _without_scaling(self):
             if flag is not None and devices.is_xla(flag.device.type):
-                step_where_finite(self, flag, capturable.step_of(self) or step)
+                skip_step.step_where_finite(self, flag, capturable.step_of(self) or step)
             elif flag is None or not flag.item():
                 (capturable.step_of(self) or step)()
         return loss
