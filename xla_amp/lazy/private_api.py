@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 
 from xla_amp.common import config
@@ -236,20 +235,6 @@ def trace_context() -> Any:
     from jax._src import config as jax_config
 
     return jax_config.trace_context()
-
-
-def upload_numbers(numbers: np.ndarray, device: Any) -> jax.Array:
-    """`jax.device_put` of a small array in its own dtype, ten times faster.
-
-    The array is not committed to the device: jax.jit would compile again for a committed argument.
-    """
-    from jaxlib import xla_client
-
-    kind = jax.core.ShapedArray(numbers.shape, numbers.dtype)
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    with x64(), jax.transfer_guard_host_to_device("allow"):  # the guard is for users' uploads
-        array: jax.Array = xla_client.batched_device_put(kind, sharding, [numbers], [device], False)
-        return array
 
 
 @contextlib.contextmanager
