@@ -66,8 +66,10 @@ def layer(
     inputs: jax.Array,
     weight: jax.Array,
     bias: jax.Array | None,
+    projection: jax.Array | None,
     hidden: jax.Array,
     state: jax.Array,
+    lengths: jax.Array | None,
     reverse: bool,
     *,
     platform: str,
@@ -79,7 +81,9 @@ def layer(
         inputs: [time, batch, gates], the input multiplied by its weight, plus its bias.
         weight: [gates, hidden].
         bias: [gates], added to the hidden state's product, or ``None``.
+        projection: [hidden, cell], by which an LSTM's hidden state is multiplied, or ``None``.
         hidden, state: [batch, hidden], initial hidden and cell state (cells without a cell state return it unchanged).
+        lengths: [batch], time steps of each sequence, or ``None`` if all are used; after them states stay as they are.
         reverse: whether time runs backwards.
 
     Returns:
@@ -87,15 +91,28 @@ def layer(
     """
     cell = _in_opmath(CELLS[mode])
 
-    def step(carry: tuple[jax.Array, jax.Array], x: jax.Array) -> Any:
-        h, c = carry
+    def step(carry: tuple[jax.Array, jax.Array], now: tuple[jax.Array, jax.Array | None]) -> Any:
+        (h, c), (x, alive) = carry, now
         gates = as_dtype(contract(h, weight, ((1,), (1,)), platform=platform), opmath(h.dtype))
         gates = as_dtype(gates if bias is None else gates + up(bias), x.dtype)
-        h, c = (as_dtype(new, old.dtype) for new, old in zip(cell(x, gates, h, c), carry, strict=True))
+        new, new_c = cell(x, gates, h, c)
+        if projection is not None:
+            new = contract(as_dtype(new, x.dtype), projection, ((1,), (1,)), platform=platform)
+        h, c = _where(alive, as_dtype(new, h.dtype), h), _where(alive, as_dtype(new_c, c.dtype), c)
         return (h, c), (h, c, gates)
 
-    steps: tuple[jax.Array, jax.Array, jax.Array] = lax.scan(step, (hidden, state), inputs, reverse=reverse)[1]
+    times = inputs, _alive(lengths, len(inputs))
+    steps: tuple[jax.Array, jax.Array, jax.Array] = lax.scan(step, (hidden, state), times, reverse=reverse)[1]
     return steps
+
+
+def _alive(lengths: jax.Array | None, steps: int) -> jax.Array | None:
+    """Which sequences have each time step, [time, batch, 1]."""
+    return None if lengths is None else (jnp.arange(steps)[:, None] < lengths)[:, :, None]
+
+
+def _where(alive: jax.Array | None, new: jax.Array, old: Any) -> jax.Array:
+    return new if alive is None else jnp.where(alive, new, old)
 
 
 @register("xla_amp::recurrent_layer_backward")
@@ -105,16 +122,18 @@ def layer_backward(
     grad_states: jax.Array,
     inputs: jax.Array,
     weight: jax.Array,
+    projection: jax.Array | None,
     hidden: jax.Array,
     state: jax.Array,
+    lengths: jax.Array | None,
     outputs: jax.Array,
     states: jax.Array,
     gates: jax.Array,
     reverse: bool,
     *,
     platform: str,
-) -> tuple[jax.Array, ...]:
-    """Gradients of inputs, weight, bias, hidden and state; takes the arguments and results of `layer`."""
+) -> tuple[jax.Array | None, ...]:
+    """Gradients of inputs, weight, bias, projection, hidden and state; takes the arguments and results of `layer`."""
     cell = _in_opmath(CELLS[mode])
 
     def previous(first: jax.Array, after: jax.Array) -> jax.Array:
@@ -122,19 +141,60 @@ def layer_backward(
 
     hiddens = previous(hidden, outputs)
 
-    def step(carry: tuple[jax.Array, jax.Array], saved: tuple[jax.Array, ...]) -> Any:
-        (dh, dc), (grad_output, grad_state, x, g, h, c) = carry, saved
-        _, pullback = jax.vjp(cell, x, g, h, c)
-        dx, dg, dh_direct, dc = pullback((dh + up(grad_output), dc + up(grad_state)))
-        dh = as_dtype(contract(dg, weight, ((1,), (0,)), platform=platform), opmath(x.dtype)) + up(dh_direct)
-        return (dh, up(dc)), (dx, dg)
+    def step(carry: tuple[jax.Array, jax.Array], saved: tuple[Any, ...]) -> Any:
+        grad_output, grad_state, x, g, h, c, alive = saved
+        dh, dc = carry[0] + up(grad_output), carry[1] + up(grad_state)
+        (full, _), pullback = jax.vjp(cell, x, g, h, c)
+        low, dfull = as_dtype(dh, x.dtype), dh
+        if projection is not None:
+            dfull = as_dtype(contract(low, projection, ((1,), (0,)), platform=platform), full.dtype)
+        dx, dg, dh_direct, dc_before = pullback((dfull, dc))
+        dx, dg = _where(alive, dx, 0), _where(alive, dg, 0)
+        dh_before = as_dtype(contract(dg, weight, ((1,), (0,)), platform=platform), opmath(x.dtype)) + up(dh_direct)
+        before = _where(alive, dh_before, dh), _where(alive, up(dc_before), dc)
+        return before, (dx, dg, None if projection is None else (_where(alive, low, 0), as_dtype(full, x.dtype)))
 
     start = jnp.zeros(hidden.shape, opmath(hidden.dtype)), jnp.zeros(state.shape, opmath(state.dtype))
-    steps = (grad_outputs, grad_states, inputs, gates, hiddens, previous(state, states))
-    (dh, dc), (dx, dg) = lax.scan(step, start, steps, reverse=not reverse)
-    flat_gates, flat_hiddens = dg.reshape(-1, dg.shape[-1]), hiddens.reshape(-1, hiddens.shape[-1])
-    dw = contract(flat_gates, flat_hiddens, ((0,), (0,)), platform=platform, wide=True)
-    return dx, dw, jnp.sum(up(flat_gates), axis=0), dh, dc
+    alive = _alive(lengths, len(inputs))
+    steps = (grad_outputs, grad_states, inputs, gates, hiddens, previous(state, states), alive)
+    (dh, dc), (dx, dg, projected) = lax.scan(step, start, steps, reverse=not reverse)
+
+    def over_time(x: jax.Array, y: jax.Array) -> jax.Array:
+        return contract(_flat(x), _flat(y), ((0,), (0,)), platform=platform, wide=True)
+
+    dprojection = None if projected is None else over_time(*projected)
+    return dx, over_time(dg, hiddens), jnp.sum(up(_flat(dg)), axis=0), dprojection, dh, dc
+
+
+def _flat(steps: jax.Array) -> jax.Array:
+    return steps.reshape(-1, steps.shape[-1])
+
+
+# -- packed sequences -------------------------------------------------------------------------------------------------
+
+
+@register("xla_amp::packed_rows")
+def packed_rows(padded: jax.Array, lengths: jax.Array, rows: int) -> jax.Array:
+    """[time, batch, ...] to the [rows, ...] of a packed sequence; `lengths` decrease and add up to `rows`."""
+    _, starts = _starts(lengths, len(padded))
+    row = jnp.arange(rows)
+    time = jnp.searchsorted(starts, row, side="right") - 1
+    return padded[time, row - starts[time]]
+
+
+@register("xla_amp::padded_rows")
+def padded_rows(rows: jax.Array, lengths: jax.Array, steps: int) -> jax.Array:
+    """The rows of a packed sequence to [time, batch, ...], with zeros after the end of each sequence."""
+    alive, starts = _starts(lengths, steps)
+    places = starts[:, None] + jnp.arange(len(lengths))
+    return jnp.where(alive.reshape(*alive.shape, *(1,) * (rows.ndim - 1)), rows[jnp.where(alive, places, 0)], 0)
+
+
+def _starts(lengths: jax.Array, steps: int) -> tuple[jax.Array, jax.Array]:
+    """Which sequences have each time step, [time, batch], and the row at which each time step begins."""
+    alive = jnp.arange(steps)[:, None] < lengths
+    sizes = jnp.sum(alive, axis=1)
+    return alive, jnp.cumsum(sizes) - sizes
 
 
 # -- single cells: torch's fused operations on accelerators -----------------------------------------------------------

@@ -78,11 +78,15 @@ def test_gru_cell(dtype, bias):
             compare(actual, expected)
 
 
-def unrolled(mode: str, reverse: bool, tensors: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def unrolled(
+    mode: str, reverse: bool, tensors: list[Any], lengths: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, weight, bias, h, c = tensors
     outputs, states = [], []
-    for x in inputs.flip(0) if reverse else inputs:
-        h, c = CELLS[mode][1](x, torch.nn.functional.linear(h, weight, bias), h, c)
+    for time in reversed(range(T)) if reverse else range(T):
+        new, new_c = CELLS[mode][1](inputs[time], torch.nn.functional.linear(h, weight, bias), h, c)
+        alive = torch.tensor(True) if lengths is None else (lengths > time)[:, None]
+        h, c = torch.where(alive, new, h), torch.where(alive, new_c, c)
         outputs.append(h)
         states.append(c)
     steps = torch.stack(outputs), torch.stack(states)
@@ -97,17 +101,21 @@ def call(name: str, *arguments: Any) -> list[Any]:
 
 def tensors(arrays: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
     with jax.enable_x64(True):
-        return [to_tensor(array, dtype) for array in arrays]
+        return [to_tensor(array, dtype) for array in arrays if array is not None]
 
 
 @pytest.mark.parametrize("mode", CELLS)
-@pytest.mark.parametrize(("reverse", "bias"), [(False, True), (True, False)])
-def test_layer(mode, reverse, bias):
+@pytest.mark.parametrize(
+    ("reverse", "bias", "lengths"),
+    [(False, True, None), (True, False, None), (False, False, [5, 3, 1]), (True, True, [4, 4, 2])],
+)
+def test_layer(mode, reverse, bias, lengths):
+    lengths = None if lengths is None else torch.tensor(lengths)
     dtype, gates = torch.float64, CELLS[mode][0] * N
     inputs, weight, b, h, c = leaves((T, B, gates), (gates, N), (gates,), (B, N), (B, N), dtype=dtype)
     operands = [inputs, weight, b if bias else None, h, c if mode == "lstm" else c[:, :0]]
-    outputs, states = unrolled(mode, reverse, operands)
-    found = call("recurrent_layer", mode, *operands, reverse)
+    outputs, states = unrolled(mode, reverse, operands, lengths)
+    found = call("recurrent_layer", mode, *operands[:3], None, *operands[3:], lengths, reverse)
     saved = tensors(found, dtype)
     compare(saved[0], outputs.detach())
     compare(saved[1], states.detach())
@@ -115,7 +123,7 @@ def test_layer(mode, reverse, bias):
     grads = [sample(*y.shape, dtype=dtype, seed=20 + i) for i, y in enumerate((outputs, states))]
     sources = [inputs, weight, h, *([c] if mode == "lstm" else []), *([b] if bias else [])]
     want = torch.autograd.grad(sum((y * g).sum() for y, g in zip((outputs, states), grads, strict=True)), sources)
-    plain = (inputs, weight, h, operands[4])
+    plain = (inputs, weight, None, h, operands[4], lengths)
     dx, dw, db, dh, dc = tensors(call("recurrent_layer_backward", mode, *grads, *plain, *saved, reverse), dtype)
     for actual, expected in zip(
         (dx, dw, dh, *([dc] if mode == "lstm" else []), *([db] if bias else [])), want, strict=True
@@ -128,7 +136,7 @@ def test_half_types_are_computed_in_float32_and_states_kept_in_their_own():
     operands = [sample(T, B, 4 * N), sample(4 * N, N), sample(4 * N), sample(B, N), sample(B, N)]
     low = [x.to(dtype) for x in operands]
     outputs, states = unrolled("lstm", False, [x.double() for x in low])
-    found = call("recurrent_layer", "lstm", *low, False)
+    found = call("recurrent_layer", "lstm", *low[:3], None, *low[3:], None, False)
     assert [str(x.dtype) for x in found] == ["bfloat16"] * 3
     for got, want in zip(tensors(found[:2], dtype), (outputs, states), strict=True):
         compare(got, want.to(dtype), rtol=0.0, atol=2 * TOLERANCE[dtype])

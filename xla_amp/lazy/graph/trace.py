@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -224,13 +224,23 @@ class Poisoned:
         self.reason = reason
 
 
+class Unrecorded(Protocol):
+    """A value that is recorded when an operation first reads it, because its shape would make another program."""
+
+    def record(self) -> int:
+        """Records the value; returns its number."""
+
+    def converted(self, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with the value in another dtype, not recorded either."""
+
+
 class Buffer:
     """The value behind one storage.
 
     While `number` is not negative, the value is computed by the trace.  Otherwise `array` is the value.
     """
 
-    __slots__ = ("__weakref__", "_array", "address", "external", "number", "raw", "spec")
+    __slots__ = ("__weakref__", "_array", "address", "external", "number", "raw", "spec", "unrecorded")
 
     def __init__(self, spec: Spec, number: int = -1, array: jax.Array | None = None) -> None:
         self.spec = spec
@@ -243,6 +253,8 @@ class Buffer:
         """What the storage's ``data_ptr()`` returns, or 0 while nothing has asked (`tensors.storages`)."""
         self.raw: torch.Tensor | None = None
         """Bytes on the host, from a checkpoint: they are uploaded with the dtype of the first tensor set on them."""
+        self.unrecorded: Unrecorded | None = None
+        """The value as long as there is neither a number nor an array."""
 
     @property
     def array(self) -> Any:
@@ -360,6 +372,9 @@ def add_parameter(buffer: Buffer) -> int:
     if not trace.parameters and trace.nodes is not None:  # before it there are factories and random numbers only
         trace.nodes = threading.get_ident(), private_api.autograd_nodes()
     if array is None:
+        if buffer.unrecorded is not None:
+            assign(buffer, number := buffer.unrecorded.record())
+            return number
         instruction = buffer.spec.zeros or _zeros(buffer.spec)
         trace.computed.append(weakref.ref(buffer))
     elif type(array) is Poisoned:

@@ -151,6 +151,8 @@ def _to_copy(
     # 40 % of the operations of a mixed-precision step are casts of whole tensors, so these have a fast path.
     if device is None and type(self) in tensor_io.PLAIN and (buffer := self.untyped_storage()._xla_amp) is not None:  # type: ignore[attr-defined]
         with trace.lock:
+            if buffer.unrecorded is not None and (rows := tensor_io.unrecorded(self)) is not None:
+                return rows.converted(dtype or self.dtype)
             value_spec = buffer.spec
             found = conversions.get((value_spec, dtype))
             if (

@@ -18,6 +18,7 @@ from xla_amp.lazy.graph.trace import (
     Instruction,
     Poisoned,
     Spec,
+    Unrecorded,
     add_parameter,
     assign,
     broadcast,
@@ -292,7 +293,8 @@ def _grow(tensor: torch.Tensor, buffer: Buffer, size: int) -> None:
     """Gives the storage room for `size` elements of the tensor's dtype, which begins with the present ones."""
     target = spec((size,), tensor.dtype)
     store: Any = tensor.untyped_storage()
-    if (buffer.array is None and buffer.number < 0) or buffer.spec.size == 0:
+    never_written = buffer.array is None and buffer.number < 0 and buffer.unrecorded is None
+    if never_written or buffer.spec.size == 0:
         store._xla_amp = Buffer(target)
         return
     old = _elements(buffer.spec, tensor.dtype)
@@ -355,6 +357,13 @@ def is_whole(tensor: torch.Tensor) -> bool:
     """Whether a tensor is all of its buffer, with the shape and the dtype that the buffer has."""
     base = buffer_of(tensor).spec
     return tensor.shape == base.shape and tensor.is_contiguous() and tensor.dtype is base.dtype
+
+
+def unrecorded(tensor: torch.Tensor) -> Unrecorded | None:
+    """The tensor's value if it is still to be recorded and the tensor is all of it."""
+    buffer = buffer_of(tensor)
+    waits = buffer.unrecorded is not None and buffer.number < 0 and buffer.array is None
+    return buffer.unrecorded if waits and is_whole(tensor) else None
 
 
 def value_of(buffer: Buffer) -> jax.Array:

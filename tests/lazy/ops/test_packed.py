@@ -1,0 +1,354 @@
+"""Packed sequences: the values of torch's CPU, and one program for each padded shape whatever the lengths."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from lazy_device import check
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+
+import xla_amp
+from xla_amp import lazy as engine
+from xla_amp.errors import RecompileWarning
+from xla_amp.lazy.ops import packed as ours
+from xla_amp.testing import counts
+
+NETWORKS = {
+    "LSTM": nn.LSTM,
+    "GRU": nn.GRU,
+    "tanh": nn.RNN,
+    "relu": lambda *sizes, **options: nn.RNN(*sizes, nonlinearity="relu", **options),
+}
+LENGTHS = [3, 6, 1, 4]
+TOLERANT = {"rtol": 2e-5, "atol": 2e-6}
+
+
+def padded(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def spread(results: Any) -> Tensor:
+    """A loss in which each element counts differently."""
+    leaves = [x for x in torch.utils._pytree.tree_leaves(results) if isinstance(x, Tensor) and x.requires_grad]
+    return sum((x * torch.linspace(1, 2, x.numel()).view(x.shape).to(x.device)).sum() for x in leaves)
+
+
+def same(program: Callable[[nn.Module, Tensor], Any], network: nn.Module, x: Tensor) -> None:
+    """Results and gradients of parameters and input are those of the CPU."""
+
+    def run(where: str) -> Any:
+        here, given = copy.deepcopy(network).to(where), x.clone().to(where).requires_grad_()
+        results = program(here, given)
+        spread(results).backward()
+        return results, given.grad, [p.grad for p in here.parameters()]
+
+    check(run, **TOLERANT)
+
+
+def through(network: nn.Module, x: Tensor, lengths: Sequence[int] = LENGTHS, start: Any = None, **options: Any) -> Any:
+    first = network.batch_first
+    packed = pack_padded_sequence(x, torch.tensor(lengths), batch_first=first, enforce_sorted=False)
+    outputs, last = network(packed, start)
+    return pad_packed_sequence(outputs, batch_first=first, **options), last
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False, "batch_first": True}], ids=str
+)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_are_those_of_the_cpu(name, options, device):
+    torch.manual_seed(0)
+    network = NETWORKS[name](5, 3, **options)
+    same(through, network, padded(4, 6, 5) if network.batch_first else padded(6, 4, 5))
+
+
+CASES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "sorted": lambda network, x: through(network, x, [6, 6, 2, 1]),
+    "none is as long as the padded tensor": lambda network, x: through(network, x, [2, 4, 4, 1]),
+    "total length": lambda network, x: through(network, x, [2, 4, 4, 1], total_length=6),
+    "longer than it was": lambda network, x: through(network, x, total_length=8),
+    "padding value": lambda network, x: through(network, x, padding_value=-1.5),
+    "only the last state": lambda network, x: through(network, x)[1],
+    "start": lambda network, x: through(network, x, start=torch.linspace(-1, 1, 24, device=x.device).view(2, 4, 3)),
+    "rows": lambda network, x: network(pack_padded_sequence(x, torch.tensor([6, 4, 4, 1])))[0].data,
+    "packed, not computed": lambda network, x: pad_packed_sequence(pack_padded_sequence(x, torch.tensor([5, 4, 2, 1]))),
+    "a list of sequences": lambda network, x: network(pack_sequence([x[:n, i] for i, n in enumerate((6, 3, 2, 2))]))[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_are_those_of_the_cpu(name, device):
+    torch.manual_seed(0)
+    same(CASES[name], nn.GRU(5, 3, bidirectional=True), padded(6, 4, 5))
+
+
+def test_padding_is_never_read(device):
+    torch.manual_seed(0)
+    x = padded(6, 4, 5)
+    for index, length in enumerate(LENGTHS):
+        x[length:, index] = float("nan")
+    network = nn.LSTM(5, 3, 2, bidirectional=True)
+
+    def gradients(where: str) -> list[Tensor]:
+        here = copy.deepcopy(network).to(where)
+        spread(through(here, x.to(where))).backward()
+        return [p.grad for p in here.parameters()]
+
+    check(gradients, **TOLERANT)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "bias": False}], ids=str)
+def test_projections(options, is_packed, device):
+    torch.manual_seed(0)
+    network = nn.LSTM(5, 4, proj_size=2, **options)
+    same(through if is_packed else lambda network, x: network(x), network, padded(6, 4, 5))
+
+
+def test_a_projection_is_one_operation_a_layer(device):
+    """Not unrolled: as many operations for 6 time steps as for 12."""
+    network = nn.LSTM(5, 4, proj_size=2).to(device)
+    seen = []
+    for steps in (6, 12):
+        engine.sync()
+        with counts() as counted:
+            network(padded(steps, 4, 5).to(device))
+            engine.sync()
+        seen.append(counted.operations)
+    assert seen[0] == seen[1] < 20
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM", "projection"])
+def test_second_derivatives(kind, device):
+    options = {"projection": {"proj_size": 2}, "GRU": {"bias": False}}.get(kind, {})
+
+    def program(where: str) -> Any:
+        torch.manual_seed(0)
+        network = getattr(nn, kind, nn.LSTM)(2, 3, bidirectional=True, dtype=torch.float64, **options).to(where)
+        x = padded(3, 4, 2).double().to(where).requires_grad_()
+        (slope,) = torch.autograd.grad(spread(through(network, x, [2, 3, 1, 2])), x, create_graph=True)
+        slope.square().sum().backward()
+        return x.grad, [p.grad for p in network.parameters() if p.grad is not None]
+
+    check(program, rtol=1e-9, atol=1e-9)
+
+
+def test_two_networks_of_one_packed_sequence(device):
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.LSTM(5, 4), nn.GRU(4, 4, bidirectional=True)
+
+        def forward(self, x: Tensor) -> Any:
+            outputs, _ = self.first(pack_padded_sequence(x, LENGTHS, enforce_sorted=False))
+            return pad_packed_sequence(self.second(outputs)[0])[0]
+
+    torch.manual_seed(0)
+    same(lambda network, x: network(x), Stack(), padded(6, 4, 5))
+
+
+def test_rows_are_a_tensor_of_their_own(device):
+    """What is packed keeps its values, its gradient, and what is written to it."""
+
+    def program(where: str) -> Any:
+        x = padded(6, 4, 5).to(where).requires_grad_()
+        packed = pack_padded_sequence(x * 1, torch.tensor([6, 4, 3, 1]))
+        packed.data.retain_grad()
+        outputs = pad_packed_sequence(packed)[0]
+        outputs.square().sum().backward()
+        other = x.detach().clone()
+        kept = pack_padded_sequence(other, torch.tensor([6, 4, 3, 1]))
+        other.zero_()
+        shapes = [str(tuple(packed.data.shape)), str(packed.data.grad.shape)]
+        written = pack_padded_sequence(x.detach(), torch.tensor([6, 4, 3, 1]))
+        written.data[2:4] = 7.0
+        detached = PackedSequence(packed.data.detach(), packed.batch_sizes)
+        return (
+            [packed.data, packed.data.grad, x.grad, kept.data, *shapes, written.data, pad_packed_sequence(written)[0]],
+            pad_packed_sequence(detached)[0].requires_grad,
+            pack_padded_sequence(x.detach().long(), torch.tensor([6, 4, 3, 1])).data.tolist(),
+        )
+
+    check(program)
+
+
+def test_a_computation_on_the_rows(device):
+    """Right, but of as many rows as the lengths add up to."""
+    torch.manual_seed(0)
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.network, self.after = nn.Linear(5, 4), nn.LSTM(4, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            packed = pack_padded_sequence(x, torch.tensor([6, 4, 3, 1]))
+            outputs, _ = self.network(PackedSequence(self.before(packed.data), packed.batch_sizes))
+            return self.after(outputs.data)
+
+    same(lambda network, x: network(x), Tagger(), padded(6, 4, 5))
+
+
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+
+def sets_of_lengths(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [[12, *torch.randint(1, 13, (3,), generator=generator).tolist()] for _ in range(count)]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_one_program_for_each_padded_shape(name, keeps, device):
+    torch.manual_seed(0)
+    network = NETWORKS[name](5, 8, num_layers=2, bidirectional=True, dropout=0.1, batch_first=True).to(device)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    x = padded(4, 12, 5).to(device)
+    kept: list[Any] = []
+
+    def step(lengths: list[int]) -> None:
+        with xla_amp.autocast(device, torch.bfloat16):
+            packed = pack_padded_sequence(x, torch.tensor(lengths), batch_first=True, enforce_sorted=False)
+            rows, last = network(packed)
+            outputs, found = pad_packed_sequence(rows, batch_first=True)
+        assert rows.data.shape == (sum(lengths), 16)
+        assert found.tolist() == lengths
+        outputs.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if keeps:
+            kept[:] = packed, rows, last, outputs
+        engine.sync()
+
+    first, *others = sets_of_lengths(6)
+    step(first)
+    step(first)
+    with counts() as seen, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for lengths in others:
+            step(lengths)
+    assert (seen.compilations, seen.executions, seen.host_syncs) == (0, 5, 0)
+
+
+def test_rows_that_programs_read_are_warned_of_once(device, monkeypatch):
+    monkeypatch.setattr(ours, "_counts", set())
+    x = padded(6, 4, 5).to(device)
+
+    def read(lengths: list[int]) -> None:
+        pack_padded_sequence(x, torch.tensor(lengths)).data.sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read([6, 4, 3, 1])
+        read([5, 5, 3, 1])  # of the same sum
+    with pytest.warns(RecompileWarning, match="Pad instead"):
+        read([6, 6, 6, 6])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read([2, 1, 1, 1])
+
+
+def test_a_sequence_packed_on_the_cpu(device):
+    torch.manual_seed(0)
+    network = nn.LSTM(5, 3)
+    packed = pack_padded_sequence(padded(6, 4, 5), torch.tensor([6, 4, 3, 1]))
+
+    def program(where: str) -> Any:
+        rows, last = copy.deepcopy(network).to(where)(packed.to(where))
+        return rows.data, pad_packed_sequence(rows), last
+
+    check(program, **TOLERANT)
+
+
+def test_a_captured_step_of_other_lengths_in_each_call(device):
+    """Lengths are constants of a capture, so such a step stays recorded."""
+    network = nn.GRU(5, 4).to(device)
+    x = padded(6, 4, 5).to(device)
+
+    def of(lengths: list[int]) -> Tensor:
+        rows, _ = network(pack_padded_sequence(x, torch.tensor(lengths)))
+        return pad_packed_sequence(rows)[0].square().sum()
+
+    both = [6, 4, 3, 1], [6, 5, 2, 2]
+    sets = itertools.cycle(both)
+    with torch.no_grad():
+        expected = [float(of(lengths)) for lengths in both]
+        step = xla_amp.compile(lambda: of(next(sets)))
+        assert [float(step()) for _ in range(6)] == expected * 3
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_dtypes_under_autocast_are_those_of_a_padded_network(name, device):
+    network = NETWORKS[name](5, 4, num_layers=2).to(device)
+    x = padded(6, 4, 5).to(device)
+    results = []
+    for lengths in (None, [6, 4, 3, 1]):
+        with xla_amp.autocast(device, torch.bfloat16):
+            if lengths is None:
+                outputs, last = network(x)
+            else:
+                rows, last = network(pack_padded_sequence(x, torch.tensor(lengths)))
+                outputs = rows.data
+        outputs.float().sum().backward()
+        leaves = torch.utils._pytree.tree_leaves((outputs, last))
+        results.append([leaf.dtype for leaf in leaves] + [p.grad.dtype for p in network.parameters()])
+        network.zero_grad()
+    assert results[0] == results[1]
+    assert results[0][:2] == [torch.bfloat16] * 2
+
+
+def test_a_low_dtype_is_close_to_float32(device):
+    torch.manual_seed(0)
+    network, x = nn.LSTM(5, 8, 2, bidirectional=True), padded(6, 4, 5)
+    expected, _ = through(network, x)[0]
+    on_device = copy.deepcopy(network).to(device)
+    with xla_amp.autocast(device, torch.bfloat16):
+        found, _ = through(on_device, x.to(device))[0]
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=0.0, atol=0.02)
+    assert (found.float().cpu() != expected).any()
+
+
+def test_dropout_between_layers(device):
+    torch.manual_seed(0)
+    network = nn.LSTM(5, 3, 2, dropout=1.0)  # the second layer gets zeros
+    same(through, network, padded(6, 4, 5))
+    some = nn.GRU(5, 64, 2, dropout=0.5).to(device)
+    x = padded(6, 4, 5).to(device)
+    one, other = (through(some, x)[0][0] for _ in range(2))
+    assert (one != other).any()
+    some.eval()
+    whole, again = (through(some, x)[0][0] for _ in range(2))
+    assert (whole == again).all()
+    many = torch.stack([through(some.train(), x)[0][0] for _ in range(40)]).mean(0)
+    torch.testing.assert_close(many, whole, rtol=0.0, atol=0.3)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "not sorted": lambda x: pack_padded_sequence(x, [1, 2, 3, 4]),
+    "no length": lambda x: pack_padded_sequence(x, [4, 2, 1, 0]),
+    "too few": lambda x: pack_padded_sequence(x, [4, 2]),
+    "total length": lambda x: pad_packed_sequence(pack_padded_sequence(x, [4, 2, 1, 1]), total_length=3),
+    "other rows": lambda x: nn.GRU(5, 2).to(x.device)(PackedSequence(x[:, 0], torch.tensor([4, 3]))),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_are_those_of_torch(name, device):
+    with pytest.raises((RuntimeError, ValueError)) as expected:
+        BAD[name](padded(6, 4, 5))
+    with pytest.raises(type(expected.value)) as found:
+        BAD[name](padded(6, 4, 5).to(device))
+    assert str(found.value).partition("\n")[0] == str(expected.value).partition("\n")[0]
