@@ -103,9 +103,9 @@ def _note(rows: int) -> None:
     """Warns at the second count of rows."""
     if rows not in _counts and len(_counts) == 1:
         events.warn(
-            "an operation reads the rows of a packed sequence (packed.data, or a sequence packed on the CPU), as many as "
-            "the lengths add up to, so each sum makes another program. Pad instead: compute on the padded tensor of the "
-            "device, before pack_padded_sequence and after pad_packed_sequence, and mask what is padding",
+            "an operation reads the rows of a packed sequence (packed.data, or one packed on the CPU), which are "
+            "as many as the lengths add up to: each sum makes another program. Pad instead: compute on the padded "
+            "tensor of the device, before pack_padded_sequence and after pad_packed_sequence, and mask what is padding",
             RecompileWarning,
         )
     _counts.add(rows)
