@@ -21,6 +21,7 @@ from xla_amp.common import arguments, events
 from xla_amp.common import loss_scaling as formula
 from xla_amp.errors import PolicyError
 from xla_amp.jax import compat
+from xla_amp.jax.decisions import emit_decision
 from xla_amp.policy import PolicyLike, gradient_sums
 from xla_amp.policy.load import default_name
 
@@ -352,28 +353,10 @@ def _default_policy() -> str:
 
 
 def _emit(sums: gradient_sums.SumRules, leaf: Any, wanted: Any, path: str, asked: bool) -> None:
-    decision = sums.decide(path)
-    rule = None if asked else decision.rule
-    unruled = f"dtype={wanted} was passed" if asked else "no rule: gradients are added in float32"
-    events.decided(
-        events.DecisionRecord(
-            operation=decision.operation,
-            cast=decision.cast if rule else "fp32" if wanted.itemsize > 2 else "low",
-            layer=decision.layer if rule else "builtin",
-            policy=sums.policy.name,
-            front="jax",
-            given=(str(leaf.dtype),),
-            used=(str(wanted),),
-            why=rule.why if rule else unruled,
-            source=rule.source if rule else "",
-            origin=rule.origin if rule else "",
-            result=(str(leaf.dtype),),
-            location=events.user_location(),
-            module=path,
-            shapes=(tuple(leaf.shape),),
-            result_shapes=(tuple(leaf.shape),),
-        )
-    )
+    decision, told = sums.reported(path, str(wanted), asked)
+    used = jax.ShapeDtypeStruct(leaf.shape, wanted)
+    place = path, compat.location(None)
+    emit_decision(sums.policy, decision.operation, decision, [leaf], [used], [leaf], place, told=told)
 
 
 def on_all_devices(flag: jax.Array, axis_name: Any) -> jax.Array:

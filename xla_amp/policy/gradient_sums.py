@@ -37,6 +37,20 @@ class SumRules(NamedTuple):
             return self.low
         return own if decision.rule is not None and decision.cast == "keep" and own in _HALF else _WIDE
 
+    def reported(self, path: str | None, dtype: str, asked: bool) -> tuple[Decision, str]:
+        """The decision to report of gradients that are added in `dtype`, and what to tell if no rule has decided it.
+
+        Args:
+            path: of the module.
+            dtype: by name.
+            asked: whether the caller has passed it.
+        """
+        decision = self.decide(path)
+        if decision.rule is not None and not asked:
+            return decision, ""
+        told = f"dtype={dtype} was passed" if asked else "no rule: gradients are added in float32"
+        return Decision(op_catalog.GRADIENT_SUM, "low" if dtype in _HALF else "fp32", "builtin", None), told
+
     @property
     def has_rules(self) -> bool:
         """Whether a rule names the sums."""

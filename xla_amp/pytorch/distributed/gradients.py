@@ -8,7 +8,7 @@ import torch
 
 from xla_amp.backends import base, devices, module_paths
 from xla_amp.common import events
-from xla_amp.policy import Decision, gradient_sums, op_catalog
+from xla_amp.policy import gradient_sums
 from xla_amp.policy.load import default_name
 from xla_amp.pytorch.autocast import decision_events
 from xla_amp.pytorch.distributed import xm_collectives
@@ -112,15 +112,10 @@ def _dtypes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], asked: torch.dty
 def _emit(
     sums: gradient_sums.SumRules, gradient: torch.Tensor, wanted: torch.dtype, path: str | None, asked: bool
 ) -> None:
-    decision = sums.decide(path)
-    told = "" if decision.rule else "no rule: gradients are added in float32"
-    if asked or decision.rule is None:
-        low = wanted.itemsize < 4
-        decision = Decision(op_catalog.GRADIENT_SUM, "low" if low else "fp32", "builtin", None)
-        told = f"dtype={wanted} was passed" if asked else told
+    used = str(wanted).removeprefix("torch.")
+    decision, told = sums.reported(path, used, asked)
     given, shapes = decision_events.dtypes([gradient]), decision_events.shapes_of([gradient])
-    used = (str(wanted).removeprefix("torch."),)
-    decision_events.emit(events.decided, decision, sums.policy, given, used, shapes, gradient, path, told)
+    decision_events.emit(events.decided, decision, sums.policy, given, (used,), shapes, gradient, path, told)
 
 
 def fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
