@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from xla_amp.common import config, events
 from xla_amp.common.types import Cast, Layer
 from xla_amp.errors import PolicyError
-from xla_amp.policy import effects, gaudi, module_patterns, regions
+from xla_amp.policy import effects, module_patterns, regions
 from xla_amp.policy.load import PolicyLike, check, load, rule, rules_from_file, signature
 from xla_amp.policy.policy import Policy, Rule, RuleLayer
 
@@ -49,7 +49,9 @@ def resolve(policy: PolicyLike, context: Mapping[str, Cast] | None = None) -> Po
     # Runs on every entry of a region, so each part is skipped without a call where it is not used.
     layers = base.layers
     for layer in layers:
-        if layer.origin == gaudi.TABLE:
+        if layer.origin == "tables/hpu.toml":
+            from xla_amp.policy import gaudi
+
             layers = gaudi.layers(base)
             break
     file, text = config.policy_file(), config.rules()

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp.backends.places import Place
+from xla_amp.common.events import Place
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.tape import Position, Tape, nodes

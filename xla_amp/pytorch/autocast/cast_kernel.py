@@ -20,7 +20,7 @@ from xla_amp.backends import dynamo, module_paths
 from xla_amp.common import events
 from xla_amp.common.types import Cast
 from xla_amp.policy import Decision, Policy, effects, regions
-from xla_amp.pytorch.autocast import casting, decision_events
+from xla_amp.pytorch.autocast import casting
 
 Kernel = Callable[..., Any]
 Rules = Callable[[], Policy]
@@ -98,12 +98,13 @@ def make(
         if prepare is None:
             point = events.decided if decision.rule is not None else events.undecided
             if point.listeners and not (composite and decision.rule is None):
+                tell = _decision_events()
                 given = operands.all(args, kwargs)
-                before, used = decision_events.dtypes(given), decision_events.after(decision.cast, given, device_type)
-                shapes = decision_events.shapes_of(given)
+                before, used = tell.dtypes(given), tell.after(decision.cast, given, device_type)
+                shapes = tell.shapes_of(given)
                 result = default(keyset, *args, **kwargs)
                 place = path or module_paths.current()
-                decision_events.emit(point, decision, policy, before, used, shapes, result, place)
+                tell.emit(point, decision, policy, before, used, shapes, result, place)
                 return result
             return default(keyset, *args, **kwargs)
         enable(device_type, False)
@@ -111,19 +112,27 @@ def make(
             target, arguments, keywords = prepare(args, kwargs)
             if not events.decided.listeners:
                 return target(*arguments, **keywords)
+            tell = _decision_events()
             given = operands.all(args, kwargs)
-            before, shapes = decision_events.dtypes(given), decision_events.shapes_of(given)
-            used = decision_events.dtypes(operands.all(arguments, keywords))
+            before, shapes = tell.dtypes(given), tell.shapes_of(given)
+            used = tell.dtypes(operands.all(arguments, keywords))
             if decision.cast == "fp32_inside":  # in the kernel
-                used = decision_events.after(decision.cast, given, device_type)
+                used = tell.after(decision.cast, given, device_type)
             result = target(*arguments, **keywords)
             place = path or module_paths.current()
-            decision_events.emit(events.decided, decision, policy, before, used, shapes, result, place)
+            tell.emit(events.decided, decision, policy, before, used, shapes, result, place)
             return result
         finally:
             enable(device_type, True)
 
     return dynamo.skip(kernel)
+
+
+def _decision_events() -> Any:
+    """The module of that name, which a program that nobody reports on never loads."""
+    from xla_amp.pytorch.autocast import decision_events
+
+    return decision_events
 
 
 def _default_kernel(
