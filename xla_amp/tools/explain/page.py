@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from xla_amp.common.tables import Table, terminal_width
 from xla_amp.errors import MissingLibraryError, printable, writing
@@ -127,6 +127,10 @@ class Report(abc.ABC):
     def __str__(self) -> str:
         """The page as text."""
         return self.page().text()
+
+    def __getattr__(self, name: str) -> Any:
+        instead = "; write report.page()" if name == "document" else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     def _repr_html_(self) -> str:
         """The page in an element ``iframe``, for notebooks; without jinja2 its text."""
