@@ -64,7 +64,7 @@ def test_constraints_pin_every_requirement():
     assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\d.]+", line)] == []
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
     extras = PROJECT["project"]["optional-dependencies"]
-    required = [*PROJECT["project"]["dependencies"], *extras["examples"], *extras["tests"]]
+    required = [*PROJECT["project"]["dependencies"], *extras["examples"], *extras["dev"], *extras["tests"]]
     names = {re.match(r"[\w-]+", requirement)[0].lower().replace("_", "-") for requirement in required}
     assert names - pinned == {"xla-amp"}
 
