@@ -1,4 +1,5 @@
-// Searches a built site as its own worker does: node search_site.js SITE QUERY... prints the first address of each.
+// Searches a built site as its own worker does: node search_site.js SITE QUERY... prints a line for each query: a JSON
+// list of its first three answers, each the addresses of one page and its sections.
 const fs = require("fs")
 const vm = require("vm")
 
@@ -19,7 +20,8 @@ async function main() {
   await scope.handler({ data: { type: 0, data: { ...JSON.parse(index), options: { suggest: false } } } })
   for (const query of queries) {
     await scope.handler({ data: { type: 2, data: query } })
-    console.log(scope.answer.data.items[0][0].location)
+    const answers = scope.answer.data.items.slice(0, 3)
+    console.log(JSON.stringify(answers.map((answer) => answer.map((part) => part.location))))
   }
 }
 

@@ -86,7 +86,15 @@ seen = counting.__enter__()
 counting.__exit__(None, None, None)
 assert seen.host_syncs == 1 and seen.compilations <= 2, seen
 """,
-    "Packed sequences": "---\nassert output.shape == (3, 5, 16) and lengths.tolist() == [5, 2, 3]",
+    "Packed sequences": """---
+assert output.shape == (3, 5, 16) and lengths.tolist() == [5, 2, 3]
+xla_amp.sync(wait=True)
+with xla_amp.testing.counts() as seen, xla_amp.autocast(device):
+    packed = pack_padded_sequence(texts, torch.tensor([4, 5, 1]), batch_first=True, enforce_sorted=False)
+    output, lengths = pad_packed_sequence(lstm(packed)[0], batch_first=True, total_length=5)
+    xla_amp.sync()
+assert seen.compilations == 0 and seen.host_syncs == 0, seen
+""",
     "Flax linen": "---\nassert loss.dtype == 'float32' and loss_scale.skipped <= 1",
     "Equinox": "---\nassert loss.dtype == 'float32'",
     "Gradient penalty in JAX": "---\nassert bool(finite) and grads.dtype == 'float32'",
