@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 
-import forked
 import pytest
+import scenarios
 from source_tree import ROOT
 
 EXAMPLE = ROOT / "examples" / "gpt_ddp.py"
-START = ROOT / "tests" / "training" / "process_group_program.py"
 SIZES = ["--json", "--precision", "fp32", "--sequences", "40", "--context", "16", "--layers", "1", "--width", "16"]
 OVERFLOW = ("--overflow-at", "1")
 pytestmark = pytest.mark.full  # tests/training/test_process_group.py has the parts of it
@@ -19,8 +17,7 @@ pytestmark = pytest.mark.full  # tests/training/test_process_group.py has the pa
 
 def run(world, *arguments):
     """What each process printed in the end, by rank."""
-    environment = {**os.environ, "XLA_AMP_TIMEOUT": "120"}
-    done = forked.run(START, "-", str(world), EXAMPLE, *SIZES, *arguments, environment=environment)
+    done = scenarios.started(EXAMPLE, *SIZES, *arguments, folder="-", world=world, start="script")
     assert done.returncode == 0, done.stderr
     results = [json.loads(text) for text in re.findall("^result (.*)$", done.stdout, re.MULTILINE)]
     return sorted(results, key=lambda result: result["rank"])

@@ -1,11 +1,9 @@
-"""`GradScaler` and `syncfree` on torch_xla: right where its native operations are not, and one program per step.
+"""`GradScaler` and `syncfree` on torch_xla: where its native operations are not right, and one program per step.
 
-The reference is torch.optim in float64, or the rule of `xla_amp.common.loss_scaling` worked out by hand.
+What holds on every device is in tests/pytorch/optim (test_xla_shared_files.py).
 """
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import torch
@@ -20,17 +18,6 @@ from xla_amp.backends.torch_xla import amp_kernels, fused_optimizers
 
 SHAPES = [(5, 3), (4,), ()]
 STEPS = 5
-OPTIONS = [
-    ("SGD", {"weight_decay": 0.1, "maximize": True}),  # torch_xla's own: weight decay has the wrong sign
-    ("SGD", {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
-    ("SGD", {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1, "maximize": True}),
-    ("SGD", {"lr": torch.tensor(0.05)}),
-    ("Adam", {"weight_decay": 0.1, "maximize": True, "amsgrad": True}),
-    ("Adam", {"betas": (0.0, 0.999999)}),  # torch_xla's own: 1 - beta in float32
-    ("Adam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),  # torch_xla's own ignores it
-    ("AdamW", {"weight_decay": 0.1, "amsgrad": True}),
-    ("AdamW", {"lr": torch.tensor(0.01)}),
-]
 
 
 def parameters(device: str, dtype: torch.dtype) -> list[nn.Parameter]:
@@ -43,30 +30,6 @@ def set_gradients(params: list[nn.Parameter], step: int, factor: float = 1.0) ->
     for parameter in params:
         gradient = torch.randn(parameter.shape, generator=generator) * factor
         parameter.grad = gradient.to(parameter.dtype).to(parameter.device)
-
-
-@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
-def test_steps_are_those_of_torch(name, options):
-    ours, reference = parameters("xla", torch.float32), parameters("cpu", torch.float64)
-    optimizer = getattr(syncfree, name)(ours, **options)
-    plain = getattr(torch.optim, name)(reference, **options)
-    bad = torch.tensor(1.0).to("xla")
-    for step in range(STEPS):
-        set_gradients(ours, step, factor=float("nan"))
-        optimizer.step(found_inf=bad)  # before every step one that must leave nothing behind, the first included
-        set_gradients(ours, step)
-        set_gradients(reference, step)
-        optimizer.step()
-        plain.step()
-        torch_xla.sync()
-    for mine, right in zip(ours, reference, strict=True):
-        torch.testing.assert_close(mine.detach().cpu().double(), right.detach(), rtol=1e-5, atol=1e-6)
-    for mine, right in zip(ours, reference, strict=True):
-        state, wanted = optimizer.state[mine], plain.state[right]
-        assert state.keys() == wanted.keys()
-        for key, value in wanted.items():
-            if value is not None:
-                torch.testing.assert_close(state[key].cpu().double(), value.double(), rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -118,63 +81,6 @@ def test_without_ours_torch_refuses():
     torch.optim.Adam(params, fused=True).step()
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
-def test_skipped_steps_change_no_bit(name):
-    ours = parameters("xla", torch.float32)
-    options = {"momentum": 0.9} if name == "SGD" else {}
-    optimizer = getattr(syncfree, name)(ours, lr=0.1, **options)
-    set_gradients(ours, 0)
-    optimizer.step()
-    before = copy.deepcopy([p.detach().cpu() for p in ours])
-    state = [{k: v.cpu() for k, v in optimizer.state[p].items()} for p in ours]
-    set_gradients(ours, 1, factor=float("inf"))
-    optimizer.step(found_inf=torch.tensor([1], dtype=torch.int64).to("xla"))  # torch_xla's own cannot lower an int64
-    for index, parameter in enumerate(ours):
-        assert torch.equal(parameter.detach().cpu(), before[index])
-        assert all(torch.equal(v.cpu(), state[index][k]) for k, v in optimizer.state[parameter].items())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_other_dtypes(name, dtype):
-    """Low-precision parameters are updated in float32 and rounded once; torch_xla's own fail to compile."""
-    ours, reference = parameters("xla", dtype), parameters("cpu", torch.float64)
-    optimizer = getattr(syncfree, name)(ours, lr=0.1)
-    plain = getattr(torch.optim, name)(reference, lr=0.1)
-    with torch.no_grad():
-        for right, mine in zip(reference, ours, strict=True):
-            right.copy_(mine.cpu())
-    for params in (ours, reference):
-        set_gradients(params, 0)
-    for right, mine in zip(reference, ours, strict=True):
-        right.grad = mine.grad.cpu().double()
-    optimizer.step(found_inf=torch.zeros(()).to("xla"))
-    plain.step()
-    for mine, right in zip(ours, reference, strict=True):
-        tolerance = torch.finfo(dtype).eps if dtype is not torch.float64 else 1e-12
-        torch.testing.assert_close(mine.detach().cpu().double(), right.detach(), rtol=tolerance, atol=tolerance)
-
-
-def test_state_goes_to_torch_optim_and_back():
-    ours = parameters("xla", torch.float32)
-    optimizer = syncfree.Adam(ours, lr=0.1, amsgrad=True)
-    set_gradients(ours, 0)
-    optimizer.step()
-    saved = optimizer.state_dict()
-    reference = [nn.Parameter(p.detach().cpu()) for p in ours]
-    plain = torch.optim.Adam(reference, lr=0.1, amsgrad=True)
-    plain.load_state_dict(saved)
-    other = [nn.Parameter(p.detach().clone()) for p in ours]
-    back = syncfree.Adam(other, lr=0.1, amsgrad=True)
-    back.load_state_dict(plain.state_dict())
-    for params in (reference, other):
-        set_gradients(params, 1)
-    plain.step()
-    back.step()
-    for mine, right in zip(other, reference, strict=True):
-        torch.testing.assert_close(mine.detach().cpu(), right.detach(), rtol=1e-5, atol=1e-6)
-
-
 def test_learning_rates_compile_nothing():
     """0 and 1 included, which torch_xla compiles into its programs, and 0.1, which is also 1 - beta1."""
     ours = parameters("xla", torch.float32)
@@ -191,52 +97,25 @@ def test_learning_rates_compile_nothing():
     assert compiled == [1, 1, 0, 0, 0, 0, 0, 0]  # the first step makes the state
 
 
-# ---- the scale -------------------------------------------------------------------------------------------------------
+# ---- faults of torch_xla ---------------------------------------------------------------------------------------------
 
 
-def updated(scale: float, tracker: int, bad: bool, growth: float = 2.0, backoff: float = 0.5, interval: int = 1):
-    values = torch.full((), scale).to("xla"), torch.tensor(tracker, dtype=torch.int32).to("xla")
-    torch._amp_update_scale_(*values, torch.tensor(float(bad)).to("xla"), growth, backoff, interval)
+def updated(scale: float, growth: float) -> float:
+    values = torch.full((), scale).to("xla"), torch.tensor(0, dtype=torch.int32).to("xla")
+    torch._amp_update_scale_(*values, torch.zeros(()).to("xla"), growth, 0.5, 1)
     torch_xla.sync()
-    return values[0].item(), values[1].item()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "result"),
-    [
-        ((4.0, 0, False), (8.0, 0)),
-        ((4.0, 0, False, 3.0), (12.0, 0)),  # torch_xla's own: still 8, the first factor is compiled in
-        ((4.0, 0, False, 2.0, 0.5, 2), (4.0, 1)),
-        ((4.0, 1, False, 2.0, 0.5, 2), (8.0, 0)),
-        ((4.0, 1, True, 2.0, 0.25, 2), (1.0, 0)),
-        ((2.0**127, 0, False), (2.0**127, 0)),  # torch_xla's own: infinity
-        ((4.0, 0, False, 1.0), (4.0, 0)),
-    ],
-)
-def test_the_scale(arguments, result):
-    assert updated(*arguments) == result
+    return values[0].item()
 
 
 def test_the_faults_are_torch_xlas():
-    """Without our kernels: the twin of the tests above and below."""
+    """Its own kernel compiles the first factor in, and grows to infinity."""
+    scales = [(4.0, 2.0), (4.0, 3.0), (2.0**127, 2.0)]
+    assert [updated(*each) for each in scales] == [8.0, 12.0, 2.0**127]
     amp_kernels.uninstall()
     try:
-        assert [updated(4.0, 0, False)[0], updated(4.0, 0, False, 3.0)[0]] == [8.0, 8.0]
-        assert updated(2.0**127, 0, False)[0] == float("inf")
+        assert [updated(*each) for each in scales] == [8.0, 8.0, float("inf")]
     finally:
         amp_kernels.install()
-
-
-@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")], ids=str)
-def test_unscaling_gradients_of_several_dtypes(bad):
-    grads = [torch.full((3,), 8.0, dtype=dtype).to("xla") for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-    if bad is not None:
-        grads[1][1] = bad
-    found = torch.zeros(()).to("xla")
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.25).to("xla"))
-    assert found.item() == (bad is not None)
-    assert grads[0].tolist() == grads[2].tolist() == [2.0, 2.0, 2.0]
-    assert grads[1][0].item() == 2.0
 
 
 def test_gradients_of_sums():
@@ -251,23 +130,6 @@ def test_gradients_of_sums():
     (other := nn.Parameter(torch.ones(2).to("xla"))).sum().backward()
     other.grad.mul_(3)
     assert other.grad.tolist() != [3.0, 3.0]  # torch_xla's own: [5, 5]; when this fails `make_own` is not needed
-
-
-def test_growth_parameters_can_change():
-    scaler = GradScaler("xla", init_scale=4.0, growth_interval=1)
-    parameter = nn.Parameter(torch.ones(()).to("xla"))
-    optimizer = syncfree.SGD([parameter], lr=0.1)
-    seen = []
-    for factor, loss in [(2.0, 1.0), (3.0, 1.0), (3.0, float("inf")), (1.5, 1.0)]:
-        scaler.set_growth_factor(factor)
-        optimizer.zero_grad()
-        scaler.scale(parameter * loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        torch_xla.sync()
-        seen.append(scaler.get_scale())
-    assert seen == [8.0, 24.0, 12.0, 18.0]
-    assert int(scaler.skipped_steps()) == 1
 
 
 # ---- what a step costs -----------------------------------------------------------------------------------------------

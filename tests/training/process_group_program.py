@@ -1,13 +1,8 @@
-"""What a script for torch.distributed finds in a process group of the backend "xla_amp": one process of several."""
+"""What a script for torch.distributed finds in a process group of the backend "xla_amp": scenarios."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
-import runpy
-import socket
-import sys
 from pathlib import Path
 
 import torch
@@ -15,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+DEVICE = torch.device("jax")
 STEPS = 7
 OVERFLOW = 4
 
@@ -24,8 +20,8 @@ def own(rank, dtype=torch.float32):
     return (torch.arange(4) + 3 * rank - 2).to(dtype)
 
 
-def collectives(rank, world, device):
-    found = {}
+def collectives(rank, world):
+    found, device = {"backend": dist.get_backend()}, DEVICE
     for name in ("SUM", "AVG", "MIN", "MAX", "PRODUCT"):
         x = own(rank).to(device)
         dist.all_reduce(x, getattr(dist.ReduceOp, name))
@@ -80,10 +76,11 @@ def model_of(device, seed):
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)).to(device)
 
 
-def train(rank, world, device):
+def train(rank, world):
     """torch's class in float16, with an overflow on the last rank; rank 0 alone reads, in every step."""
     import xla_amp
 
+    device = DEVICE
     model = DistributedDataParallel(model_of(device, rank), device_ids=[int(os.environ["LOCAL_RANK"])])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8)
@@ -124,12 +121,13 @@ class Partly(nn.Module):
         return self.layer(x) + self.other(x) if both else self.layer(x)
 
 
-def unused(rank, world, device):
+def unused(rank, world):
     """`xm.reduce_gradients`: parameters without gradients, sparse gradients, accumulation."""
     import xla_amp
     from xla_amp import xla_model as xm
 
     torch.manual_seed(rank)
+    device = DEVICE
     model = Partly().to(device)
     xm.broadcast_master_param(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -150,12 +148,13 @@ def tokens_of(step, rank, part):
     return (torch.arange(3) + step + 2 * rank + part) % 10
 
 
-def refusals(rank, world, device):
+def refusals(rank, world):
     from torch.distributed import checkpoint
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
     from torch.distributed.tensor import distribute_tensor
 
+    device = DEVICE
     layer, model = nn.Linear(4, 4).to(device), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
     own = dict(vars(layer))
     calls = {
@@ -176,47 +175,9 @@ def refusals(rank, world, device):
     found["untouched"] = own == vars(layer)
     with_pickle = dist.new_group(backend="gloo")
     saved = {"weight": torch.full((2,), 3.0, device=device)}
-    folder = Path(sys.argv[1], "distcp")
+    folder = Path("distcp")
     checkpoint.save(saved, checkpoint_id=folder, process_group=with_pickle)
     loaded = {"weight": torch.zeros(2, device=device)}
     checkpoint.load(loaded, checkpoint_id=folder, process_group=with_pickle)
     found["loaded"] = loaded["weight"].tolist()
     return found
-
-
-def main(rank, world, port, body=None):
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if body is not None:
-        body()
-        return
-    if len(sys.argv) > 3:  # a script, with its arguments
-        sys.argv = sys.argv[3:]
-        runpy.run_path(sys.argv[0], run_name="__main__")
-        return
-    dist.init_process_group("xla_amp")
-    device = torch.device("jax")
-    place = dist.get_rank(), dist.get_world_size()
-    result = {part.__name__: part(*place, device) for part in (collectives, train, unused, refusals)}
-    result["backend"] = dist.get_backend()
-    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
-
-
-def start(world, body=None):
-    """As torchrun does, but forks, which is cheap while nothing of XLA has started; `body` is another program."""
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        port = first.getsockname()[1]
-        second.bind(("127.0.0.1", port + 1))  # the coordinator's
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=main, args=(rank, world, port, body)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    sys.exit(any(process.exitcode for process in processes))
-
-
-if __name__ == "__main__":
-    start(int(sys.argv[2]))

@@ -1,13 +1,11 @@
-"""A training step in several processes, for test_processes.py; run as a program it prints what each process saw."""
+"""A training step and collectives in several processes: scenarios of test_processes.py."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 from threading import Timer
@@ -16,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from cluster_program import listening
 from torch import nn
-from torch.multiprocessing import ProcessExitedException
 
 import xla_amp
 from xla_amp import xla_model as xm
@@ -32,7 +29,7 @@ def model_and_optimizer(device):
     return model, xla_amp.syncfree.AdamW(model.parameters(), lr=1e-2)
 
 
-def train(rank, folder, world, overflow):
+def train(rank, world, overflow):
     """`overflow`: "none", "one" (on one process, at random steps), "unreduced" (the same, with its own gradients)."""
     device = xla_amp.xla_device()
     model, optimizer = model_and_optimizer(device)
@@ -59,7 +56,7 @@ def train(rank, folder, world, overflow):
         losses.append(xm.all_reduce(xm.REDUCE_SUM, loss.detach(), scale=1 / world))
         xla_amp.sync()
         after = xla_amp.metrics()
-    result = {
+    return {
         "losses": torch.stack(losses).tolist(),
         "weights": [p.detach().cpu().numpy().tobytes().hex() for p in model.parameters()],
         "sum": sum(p.detach().double().sum().item() for p in model.parameters()),
@@ -71,7 +68,6 @@ def train(rank, folder, world, overflow):
         "listening": listening(),
         "most": xm.mesh_reduce("most", rank, max),
     }
-    Path(folder, f"{world}-{overflow}-{rank}.json").write_text(json.dumps(result))
 
 
 GROUPS = [[0, 1], [2, 3]]
@@ -82,7 +78,7 @@ def own(rank, dtype=torch.float32):
     return (torch.arange(8).reshape(4, 2) + rank * 3 - 4).to(dtype)
 
 
-def collect(rank, folder, world, mode):
+def collect(rank, world):
     """Every collective once, all of them in one program."""
     device = xla_amp.xla_device()
     x = own(rank).to(device)
@@ -115,10 +111,10 @@ def collect(rank, folder, world, mode):
     nn.init.normal_(model.weight)
     xm.broadcast_master_param(model)
     result["weight"] = model.weight.tolist()
-    Path(folder, f"{world}-{mode}-{rank}.json").write_text(json.dumps(result))
+    return result
 
 
-def low(rank, folder, world, mode):
+def low(rank, world):
     """Gradients that are finite everywhere, and whose sum is not finite in float16."""
     device = xla_amp.xla_device()
     result = {}
@@ -141,10 +137,10 @@ def low(rank, folder, world, mode):
         text = execute.programs()[-1].lower().as_text()
         reductions = re.findall(r"stablehlo\.all_reduce.*?\}\) : \(tensor<2x(\w+)>", text, re.DOTALL)
         result[f"half {dtype}"] = [weight.grad.tolist(), str(weight.grad.dtype), reductions]
-    Path(folder, f"{world}-{mode}-{rank}.json").write_text(json.dumps(result))
+    return result
 
 
-def rows(rank, folder, world, mode):
+def rows(rank, world):
     """Steps of an embedding with sparse gradients, whose entries overlap; an infinity on one process in the third."""
     device = xla_amp.xla_device()
     result = {}
@@ -166,7 +162,7 @@ def rows(rank, folder, world, mode):
             after = xla_amp.metrics()
         syncs = after["host_syncs"] - before["host_syncs"]
         result[str(dtype)] = [int(scaler.skipped_steps()), syncs, table.weight.tolist()]
-    Path(folder, f"{world}-{mode}-{rank}.json").write_text(json.dumps(result))
+    return result
 
 
 def rows_of(step, rank, world):
@@ -180,7 +176,7 @@ def rows_of(step, rank, world):
     return tokens[part], weights[part]
 
 
-def graph(rank, folder, world, mode):
+def graph(rank, world):
     """What is said when a process goes another way, with another operation or in another policy."""
     device = xla_amp.xla_device()
     result = {}
@@ -203,23 +199,40 @@ def graph(rank, folder, world, mode):
         except XlaAmpError as error:
             result[name] = f"{type(error).__name__}: {error}"
         weight, x = torch.ones(4, 4, device=device), torch.ones(4, 4, device=device)
-    Path(folder, f"{world}-{mode}-{rank}.json").write_text(json.dumps(result))
+    return result
 
 
-MODES = {"collect": collect, "low": low, "rows": rows, "graph": graph}
+FLAGGED = {
+    "SGD": lambda p: xla_amp.syncfree.SGD(p, lr=0.5),
+    "AdamW": lambda p: xla_amp.syncfree.AdamW(p, lr=0.5),
+    "RMSprop": lambda p: xla_amp.syncfree.wrap(torch.optim.RMSprop(p, lr=0.5)),
+}
 
 
-def fail(rank, folder):
+def flag(rank, world):
+    """A weight after steps with a flag, on the device or the CPU, that only one process sets."""
+    device = xla_amp.xla_device()
+    seen = {}
+    for name, make in FLAGGED.items():
+        for where in (device, "cpu"):
+            weight = nn.Parameter(torch.ones(3).to(device))
+            optimizer = make([weight])
+            values = []
+            for bad in (None, 1, None, 0):  # in which process the flag is set
+                weight.grad = torch.ones(3).to(device)
+                optimizer.step(found_inf=torch.tensor(float(bad == rank)).to(where))
+                values.append(weight.detach()[0].clone())
+                xla_amp.sync()
+            seen[f"{name} {where}"] = [value.item() for value in values]
+    return seen
+
+
+def fail(rank, world):
     device = xla_amp.xla_device()
     if rank == 1:
         raise RuntimeError("this one has had enough")
     torch.ones(2, device=device).sum().item()
     xm.rendezvous("never")
-
-
-def train_all(rank, folder, world, overflows):
-    for mode in overflows:
-        MODES.get(mode, train)(rank, folder, world, mode)
 
 
 LIFE = 0.7
@@ -241,12 +254,13 @@ def steps(rank, world, model, optimizer, scaler, first, last, device):
         yield number, xm.all_reduce(xm.REDUCE_SUM, loss.detach(), scale=1 / world)
 
 
-def die(folder):
-    Path(folder, "killed").touch()
+def die():
+    Path("killed").touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def until_killed(rank, folder, world, seed):
+def until_killed(rank, world, text):
+    seed = int(text)
     device = xla_amp.xla_device()
     model, optimizer = model_and_optimizer(device)
     scaler = xla_amp.GradScaler(device, init_scale=2.0**10, growth_interval=4)
@@ -254,15 +268,15 @@ def until_killed(rank, folder, world, seed):
         loss.item()
         if number == 5 and rank == seed % world:
             delay = random.Random(seed).uniform(0, LIFE)
-            Timer(delay, die, (folder,)).start()
+            Timer(delay, die).start()
         if number % 5 == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
-            xm.save({**state, "step": number}, Path(folder, "last.pt"))
+            xm.save({**state, "step": number}, "last.pt")
 
 
-def resume(rank, folder, world):
+def resume(rank, world):
     device = xla_amp.xla_device()
-    saved = torch.load(Path(folder, "last.pt"), weights_only=True)
+    saved = torch.load("last.pt", weights_only=True)
     results = {"step": saved["step"]}
     for name in ("resumed", "never ended"):
         model, optimizer = model_and_optimizer(device)
@@ -275,31 +289,12 @@ def resume(rank, folder, world):
             scaler.load_state_dict(saved["scaler"])
         losses = steps(rank, world, model, optimizer, scaler, first, saved["step"] + 21, device)
         results[name] = [loss.item() for number, loss in losses if number > saved["step"]]
-    Path(folder, f"{world}-resume-{rank}.json").write_text(json.dumps(results))
+    return results
 
 
-def idle(rank, folder):
+def idle(rank, world):
     """Started without `launch`: one process ends without a word, the other waits for no particular process."""
     xla_amp.xla_device()
     xm.rendezvous("all are here")
-    Path(folder, f"ready-{rank}").touch()
+    Path(f"ready-{rank}").touch()
     time.sleep(200)
-
-
-if __name__ == "__main__":
-    folder, world, *overflows = sys.argv[1:]
-    if overflows == ["idle"]:
-        idle(int(os.environ["RANK"]), folder)
-    elif overflows == ["fail"]:
-        xla_amp.launch(fail, int(world), (folder,))
-    elif overflows[0] == "kill":
-        try:
-            xla_amp.launch(until_killed, int(world), (folder, int(world), int(overflows[1])), timeout=60)
-        except ProcessExitedException as error:
-            print(json.dumps([str(error), time.time() - Path(folder, "killed").stat().st_mtime]))
-    elif overflows == ["resume"]:
-        xla_amp.launch(resume, int(world), (folder, int(world)), timeout=60)
-    elif int(world) == 1:
-        train_all(0, folder, 1, overflows)
-    else:
-        xla_amp.launch(train_all, int(world), (folder, int(world), overflows))

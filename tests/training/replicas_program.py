@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 import warnings
-from pathlib import Path
 
 import jax
 import numpy as np
-import process_group_program
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +18,7 @@ from xla_amp import xla_model as xm
 from xla_amp.errors import RecompileWarning
 from xla_amp.jax import reduce_gradients
 
+DEVICE = torch.device("jax")
 RULES = (None, "fp32", "low", "keep")
 GRADIENTS = {"wide": (2048.0, 1.0), "narrow": (60000.0, 60000.0)}
 """Gradients of both processes.  The first sum, 2049, is 2048 in float16; the second overflows in it."""
@@ -167,24 +164,18 @@ def summed_by_a_hook(device, rank):
     return {"gradient": model.module.weight.grad.item(), "counts": counts}
 
 
-def run(rank, device):
-    reductions = ("xm.reduce_gradients", "xm.optimizer_step")
-    found = {
-        "sums": {
-            **{call: {str(rule): sums_of(device, rank, rule, call) for rule in RULES} for call in reductions},
-            "jax": {str(rule): sums_in_jax(rank, rule) for rule in RULES},
-        },
-        "buffers": {mode: both_trained(device, rank, mode) for mode in MODES},
-        "hook": summed_by_a_hook(device, rank),
-    }
-    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
+def sums(rank, world):
+    """By call and rule."""
+    calls = ("xm.reduce_gradients", "xm.optimizer_step")
+    found = {call: {str(rule): sums_of(DEVICE, rank, rule, call) for rule in RULES} for call in calls}
+    return {**found, "jax": {str(rule): sums_in_jax(rank, rule) for rule in RULES}}
 
 
-def main():
-    dist.init_process_group("xla_amp")
-    run(dist.get_rank(), torch.device("jax"))
-    dist.destroy_process_group()
+def buffers(rank, world):
+    """By mode."""
+    return {mode: both_trained(DEVICE, rank, mode) for mode in MODES}
 
 
-if __name__ == "__main__":
-    process_group_program.start(2, main)
+def hook(rank, world):
+    """See `summed_by_a_hook`."""
+    return summed_by_a_hook(DEVICE, rank)

@@ -1,22 +1,10 @@
-"""Eight steps of one model on virtual devices, a checkpoint, and two more; prints JSON.
-
-    python spmd_program.py LAYOUT save FOLDER [DEVICES]
-    python spmd_program.py LAYOUT load FOLDER [DEVICES]
-
-`load` takes the first eight steps from the checkpoint.
-"""
+"""Eight steps of one model on virtual devices, a checkpoint, and two more: a scenario of test_spmd.py."""
 
 from __future__ import annotations
 
 import collections
-import json
-import os
 import re
-import sys
-
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
-    f" --xla_force_host_platform_device_count={sys.argv[4] if len(sys.argv) > 4 else 8}"
-)
+from typing import Any
 
 import jax
 import torch
@@ -43,7 +31,8 @@ STEPS, OVERFLOWS, MORE = 8, 5, 2
 COLLECTIVES = r"= [^=]*?\b(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 
 
-def main(name: str, what: str, folder: str) -> None:
+def layout(rank: int, world: int, name: str, what: str, folder: str) -> dict[str, Any]:
+    """`what` is "save", or "load", which takes the first eight steps from the checkpoint."""
     axes, specs = LAYOUTS[name]
     device = xla_amp.xla_device()
     torch.manual_seed(0 if what == "save" else 1)
@@ -106,8 +95,4 @@ def main(name: str, what: str, folder: str) -> None:
         },
         "later": [step(STEPS + more)[0].item() for more in range(MORE)],
     }
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    return result

@@ -97,7 +97,7 @@ def test_remains_of_a_killed_save_are_removed_by_the_next(device, tmp_path):
         path.name for path in (locked, remote, strange)
     )
     holder.communicate()
-    long_ago = time.time() - 2 * checkpoint_folder._IDLE
+    long_ago = time.time() - 24 * 3600
     for path in [remote, *remote.rglob("*")]:
         os.utime(path, (long_ago, long_ago))
     checkpoint.save({"step": 1}, tmp_path / "third")

@@ -8,16 +8,13 @@ import socket
 from pathlib import Path
 
 import forked
-import numpy as np
 import pytest
-import torch
 from cluster_program import LOOPBACK
 
-import xla_amp
 from xla_amp.common.config import Process, Store
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.distributed import cluster, exchange
+from xla_amp.lazy.distributed import cluster
 
 PREFIXES = ("SLURM_", "OMPI_", "PMI_", "TPU_", "MEGASCALE_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "JAX_CO")
 PROGRAM = Path(__file__).with_name("cluster_program.py")
@@ -125,47 +122,3 @@ def test_processes_find_each_other_and_agree(tmp_path):
             assert found["refused"].startswith("mesh_reduce('object'): cannot send a builtins.function: expected")
             if mode != "initialized":  # there the program chose where JAX listens
                 assert set(found["listening"]) <= LOOPBACK, mode
-
-
-# ---- values ----------------------------------------------------------------------------------------------------------
-
-
-def test_values_travel_as_json():
-    device = xla_amp.xla_device()
-    data = {
-        "plain": [None, True, 3, 0.1, float("inf"), "é"],
-        1: (1, {2, 3}, b"\x00\xff", 1j, Path("a/b"), torch.Size([2])),
-        "tensors": [torch.arange(6).reshape(2, 3).T, torch.tensor(1.5, dtype=torch.bfloat16), torch.empty(0, 2)],
-        "device": torch.nn.Parameter(torch.ones(2, device=device)),
-        "numpy": [np.float64(0.1), np.int8(3), np.arange(4.0).reshape(2, 2)[:, 1], np.array(2)],
-        ("key", 0): torch.float16,
-    }
-    text = exchange.encode(data, "test")
-    json.loads(text)
-    found = exchange.decode(text)
-    assert found["plain"] == data["plain"]
-    assert found[1] == data[1]
-    assert found[("key", 0)] is torch.float16
-    for one, other in zip(found["tensors"], data["tensors"], strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-    assert found["device"].device.type == "jax"
-    assert found["device"].tolist() == [1, 1]
-    for one, other in zip(found["numpy"], data["numpy"], strict=True):
-        assert type(one) is type(other)
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
-    assert exchange.decode(exchange.encode({"xla_amp": "tensor", "value": 1}, "test")) == {
-        "xla_amp": "tensor",
-        "value": 1,
-    }
-
-
-class _Mine(dict):
-    pass
-
-
-@pytest.mark.parametrize("value", [object(), [len], _Mine(), torch.nn.Linear(1, 1), np.array([None]), {object(): 1}])
-def test_other_values_are_refused_by_name(value):
-    with pytest.raises(TypeError, match=r"x: cannot send a [\w.]+: expected numbers, texts"):
-        exchange.encode(value, "x")

@@ -104,23 +104,6 @@ def test_each_new_value_takes_the_place_of_its_own_old_one():
     assert sorted(donated) == sorted([*SHAPES * 3, *[()] * len(SHAPES)])  # no gradient among them
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW amsgrad"])
-def test_the_first_step_is_the_same_program_as_the_next_ones(name):
-    """State and scale exist before the first step: made by it, they would make it a separate program to compile."""
-    device = xla_amp.xla_device()
-    params = [nn.Parameter(torch.full(shape, 0.5).to(device)) for shape in [(3, 4), (5,)]]
-    optimizer, scaler = FUSED[name][0](params), GradScaler(device)
-    xla_amp.metrics.reset()
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = sum((parameter * parameter).sum() for parameter in params)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        xla_amp.sync()
-    assert [xla_amp.metrics()[count] for count in ("compilations", "executions", "host_syncs")] == [1, 3, 0]
-
-
 LARGE = [(8192, 8192), (4096, 8192)]
 """More than a TPU's on-chip memory holds: what fits is counted again where it is brought there and back."""
 ON_TPU = {"_fused_sgd_": 2, "_fused_adam_": 3}

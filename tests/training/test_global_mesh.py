@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import tempfile
 from pathlib import Path
 
-import forked
 import pytest
+import scenarios
 
 pytestmark = pytest.mark.full
 PROGRAM = Path(__file__).with_name("global_mesh_program.py")
 FORMS = {
-    "fsdp+tp": (2, 2, '{"data": 2, "model": 2}', "fsdp+tp"),
-    "fsdp": (4, 2, '{"data": 8}', "fsdp"),
-    "tp": (4, 1, '{"model": 2, "data": 2}', "tp"),
+    "fsdp+tp": (2, 2, '{"data":2,"model":2}', "fsdp+tp"),
+    "fsdp": (4, 2, '{"data":8}', "fsdp"),
+    "tp": (4, 1, '{"model":2,"data":2}', "tp"),
 }
 """Processes, devices of each, the mesh, the recipe."""
 SHARES = {"fsdp+tp": 1 / 4, "fsdp": 1 / 8, "tp": 1 / 2}
@@ -25,12 +22,8 @@ SHARES = {"fsdp+tp": 1 / 4, "fsdp": 1 / 8, "tp": 1 / 2}
 @functools.cache
 def run(processes, devices, axes, *recipes):
     """What each process found."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "120"}
-    with tempfile.TemporaryDirectory() as folder:
-        words = [folder, str(processes), str(devices), "4", axes, *recipes]
-        done = forked.run(PROGRAM, "--layers", "1", "--form", *words, environment=environment, copies=True)
-        assert done.returncode == 0, done.stderr
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(processes)]
+    words = " ".join(["form 4", axes, *recipes])
+    return scenarios.run(PROGRAM, words, world=processes, devices=devices)[words]
 
 
 def together(recipe="fsdp+tp"):
@@ -79,9 +72,9 @@ def test_memory_and_collectives(recipe):
 
 def test_a_checkpoint_is_written_while_the_next_step_runs():
     for process in together():
-        [[before, kept, after]] = process["loaded"]
+        before, kept, after = process["loaded"]
         assert before == kept == after
-    assert len({process["loaded"][0][0] for process in together()}) == 1
+    assert len({process["loaded"][0] for process in together()}) == 1
 
 
 def test_what_cannot_be_says_what_to_call():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
 
 import forked
 import pytest
+import scenarios
 import torch
 from process_group_program import OVERFLOW, STEPS, Partly, own, tokens_of
 
@@ -17,19 +17,11 @@ from xla_amp.lazy.distributed.process_groups import rows_or_columns
 PROGRAM = Path(__file__).with_name("process_group_program.py")
 
 
-def several(folder, world, *script):
-    """The output of a program in several processes."""
-    done = forked.run(PROGRAM, folder, world, *script, environment={**os.environ, "XLA_AMP_TIMEOUT": "120"})
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found():
     """What the two processes saw."""
-    folder = tmp_path_factory.mktemp("group")
-    several(folder, 2)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    parts = scenarios.run(PROGRAM, "collectives", "train", "unused", "refusals", start="group")
+    return [{name: each[rank] for name, each in parts.items()} for rank in range(2)]
 
 
 def test_collectives(found):
@@ -37,21 +29,24 @@ def test_collectives(found):
     both = torch.stack([own(0), own(1)])
     kinds = {"SUM": both.sum(0), "AVG": both.mean(0), "MIN": both.amin(0), "MAX": both.amax(0), "PRODUCT": both.prod(0)}
     for rank, process in enumerate(found):
-        assert process["backend"] == "xla_amp"
         half = both.sum(0).chunk(2)[rank].tolist()
         parts = [own(other).chunk(2)[rank].tolist() for other in range(2)]
-        expected = {f"all_reduce {name}": value.tolist() for name, value in kinds.items()} | {
-            **dict.fromkeys(("async", "of the CPU", "functional"), both.sum(0).tolist()),
-            "broadcast": own(1).tolist(),
-            "all_gather": both.tolist(),
-            "all_gather_into_tensor": both.flatten().tolist(),
-            **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor"), half),
-            "all_to_all": parts,
-            "all_to_all_single": [*parts[0], *parts[1]],
-            "objects": [[0, 2.5, [0, 1]], [1, 2.5, [0, 1]]],
-            "broadcast objects": [{"seed": 3}, "text"],
-            "alone": own(rank).tolist(),
-        }
+        expected = (
+            {"backend": "xla_amp"}
+            | {f"all_reduce {name}": value.tolist() for name, value in kinds.items()}
+            | {
+                **dict.fromkeys(("async", "of the CPU", "functional"), both.sum(0).tolist()),
+                "broadcast": own(1).tolist(),
+                "all_gather": both.tolist(),
+                "all_gather_into_tensor": both.flatten().tolist(),
+                **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor"), half),
+                "all_to_all": parts,
+                "all_to_all_single": [*parts[0], *parts[1]],
+                "objects": [[0, 2.5, [0, 1]], [1, 2.5, [0, 1]]],
+                "broadcast objects": [{"seed": 3}, "text"],
+                "alone": own(rank).tolist(),
+            }
+        )
         assert process["collectives"] == expected
 
 

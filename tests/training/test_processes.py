@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import re
@@ -11,14 +10,13 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import forked
 import numpy as np
 import pytest
+import scenarios
 import torch
 from cluster_program import LOOPBACK
 from replica_program import rows_of
@@ -34,21 +32,15 @@ PROGRAM = Path(__file__).with_name("replica_program.py")
 WORLDS = [2, pytest.param(4, marks=pytest.mark.full)]
 
 
-def start(*arguments, copies=False):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "120"}
-    return forked.run(PROGRAM, *arguments, environment=environment, copies=copies)
+OTHERS = ("collect", "low", "rows")
 
 
 @functools.cache
-def run(world, *overflows):
-    """What each process saw, by overflow."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = start(folder, str(world), *overflows, copies=True)
-        assert done.returncode == 0, done.stderr
-        return {
-            overflow: [json.loads(Path(folder, f"{world}-{overflow}-{rank}.json").read_text()) for rank in range(world)]
-            for overflow in overflows
-        }
+def run(world, *modes):
+    """What each process saw, by mode; other modes than `OTHERS` are trained with an overflow."""
+    names = {mode: mode if mode in (*OTHERS, "graph", "flag") else f"train {mode}" for mode in modes}
+    found = scenarios.run(PROGRAM, *names.values(), world=world)
+    return {mode: found[name] for mode, name in names.items()}
 
 
 def alone():
@@ -56,7 +48,7 @@ def alone():
 
 
 def together(world):
-    return run(world, "none", "one", "unreduced", "collect", "low", "rows", *(["graph"] if world == 2 else []))
+    return run(world, "none", "one", "unreduced", *OTHERS, *(["graph", "flag"] if world == 2 else []))
 
 
 def trained(world):
@@ -119,6 +111,16 @@ def test_sparse_gradients_are_averaged(world):
         for skipped, syncs, found in process.values():
             assert (skipped, syncs) == (1, 0)
             np.testing.assert_allclose(found, table.weight.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_flag_of_one_process_skips_the_step_in_all():
+    """Without a scaler."""
+    first, second = together(2)["flag"]
+    assert first == second
+    assert len(first) == 6
+    for begin, skipped, stepped, skipped_again in first.values():
+        assert begin == skipped != 1.0
+        assert stepped == skipped_again != skipped
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
@@ -220,23 +222,20 @@ def test_processes_with_another_program_are_named_before_it_runs():
 
 
 def test_when_one_fails_the_others_end_and_the_error_has_its_number(tmp_path):
-    done = start(str(tmp_path), "2", "fail")
+    done = scenarios.started(PROGRAM, "fail", folder=tmp_path)
     assert done.returncode != 0
     assert "Process 1 terminated with the following error" in done.stderr
     assert "this one has had enough" in done.stderr
 
 
 @pytest.mark.full
-def test_a_process_that_is_killed_ends_the_others_and_the_run_goes_on_from_its_checkpoint(tmp_path):
+def test_a_process_that_is_killed_ends_the_others_and_the_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_AMP_TIMEOUT", "60")
     seed = secrets.randbelow(1 << 30)
-    done = start(str(tmp_path), "2", "kill", str(seed))
-    words, seconds = json.loads(done.stdout.splitlines()[-1])
-    assert words == f"process {seed % 2} terminated with signal SIGKILL"
-    assert seconds < 60  # the timeout that the program sets
-    done = start(str(tmp_path), "2", "resume", copies=True)
-    assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        found = json.loads(Path(tmp_path, f"2-resume-{rank}.json").read_text())
+    done = scenarios.started(PROGRAM, f"until_killed {seed}", folder=tmp_path)
+    assert f"process {seed % 2} terminated with signal SIGKILL" in done.stderr
+    assert time.time() - (tmp_path / "killed").stat().st_mtime < 60
+    for found in scenarios.run(PROGRAM, "resume", folder=tmp_path)["resume"]:
         assert len(found["resumed"]) == 20
         assert found["resumed"] == found["never ended"]
 
@@ -248,7 +247,7 @@ def test_without_a_launcher_the_others_end_within_the_timeout(tmp_path):
         port = str(probe.getsockname()[1])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "9", "WORLD_SIZE": "2"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, str(PROGRAM), str(tmp_path), "2", "idle"]
+    command = [sys.executable, scenarios.__file__, "here", str(tmp_path), "2", str(PROGRAM), "idle"]
     both = [
         subprocess.Popen(command, env={**environment, "RANK": rank}, stderr=subprocess.PIPE, text=True) for rank in "01"
     ]

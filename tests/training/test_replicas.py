@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from pathlib import Path
 
-import forked
 import pytest
+import scenarios
 import torch
 from replicas_program import MODES, RULES
 
@@ -19,12 +17,10 @@ CALLS = ("xm.reduce_gradients", "xm.optimizer_step", "jax")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found():
     """What both processes saw."""
-    folder = tmp_path_factory.mktemp("replicas")
-    done = forked.run(PROGRAM, folder, environment={**os.environ, "XLA_AMP_TIMEOUT": "120"})
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    parts = scenarios.run(PROGRAM, "sums", "buffers", "hook", start="group")
+    return [{name: each[rank] for name, each in parts.items()} for rank in range(2)]
 
 
 @pytest.mark.parametrize("rule", RULES)

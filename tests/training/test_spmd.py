@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
 import math
-import os
 import sys
 import tempfile
 import threading
 from pathlib import Path
 
-import forked
 import pytest
+import scenarios
 import torch
 
 import xla_amp
@@ -21,6 +19,7 @@ from xla_amp import xla_model
 from xla_amp.errors import DeviceError, FileError, MissingLibraryError
 from xla_amp.lazy.distributed import checkpoint
 
+PROGRAM = Path(__file__).with_name("spmd_program.py")
 LONG = [pytest.param(layout, marks=pytest.mark.full) for layout in ("sharded", "tensor")]
 
 
@@ -33,12 +32,9 @@ def folder():
 
 
 @functools.cache
-def run(layout, *more):
-    words = more or ("save", str(folder() / layout))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = forked.run(Path(__file__).with_name("spmd_program.py"), layout, *words, environment=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def run(layout, what="save", written=None, devices=8):
+    words = f"layout {layout} {what} {folder() / (written or layout)}"
+    return scenarios.run(PROGRAM, words, world=1, devices=devices)[words][0]
 
 
 @pytest.mark.parametrize("layout", ["data", *LONG])
@@ -80,17 +76,17 @@ def test_memory_falls_with_the_number_of_devices():
     }
 
 
-@pytest.mark.parametrize(("layout", "devices"), [pytest.param("sharded", "4", marks=pytest.mark.full), ("single", "1")])
+@pytest.mark.parametrize(("layout", "devices"), [pytest.param("sharded", 4, marks=pytest.mark.full), ("single", 1)])
 def test_a_checkpoint_loads_on_any_number_of_devices(layout, devices):
     """Values to the bit; what follows as on the eight devices that wrote it."""
     wrote = run("sharded")
-    read = run(layout, "load", str(folder() / "sharded"), devices)
+    read = run(layout, "load", "sharded", devices)
     for what in ("weights", "moments", "scale"):
         assert read[what] == wrote[what]
     assert read["rest"] == {"steps": 8, "far": [2**40]}
     assert read["later"] == pytest.approx(wrote["later"], rel=1e-5)
     for shares in read["shards"].values():
-        assert shares == [1 / int(devices)] * 2
+        assert shares == [1 / devices] * 2
 
 
 # ---- checkpoints in one process --------------------------------------------------------------------------------------

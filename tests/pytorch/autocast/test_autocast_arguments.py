@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
+import re
 
+import forked
 import pytest
 import torch
 
 import xla_amp
 from xla_amp import autocast
 from xla_amp.errors import AutocastWarning, DeviceError, PolicyError, UnsupportedDtypeError
-from xla_amp.pytorch.autocast import autocast as module
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
 
@@ -156,24 +156,27 @@ def test_repr():
     assert repr(autocast("xla", enabled=False)) == "autocast('jax', enabled=False)"
 
 
+LEGACY = """
+import os, sys, warnings
+from xla_amp import autocast
+
+os.environ["XLA_USE_BF16"] = "0"
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    autocast("xla")
+    os.environ[sys.argv[1]] = "1"
+    autocast("cpu")
+    autocast("xla", enabled=False)
+    assert not caught  # off, or elsewhere
+    autocast("xla")
+    autocast("xla")
+[warning] = caught
+print(warning.category.__name__, os.path.basename(warning.filename), warning.message)
+"""
+
+
 @pytest.mark.parametrize("flag", ["XLA_USE_BF16", "XLA_USE_F16"])
-def test_legacy_dtype_flags_are_warned_of_once(monkeypatch, flag):
-    monkeypatch.setattr(module, "_warned", False)
-    monkeypatch.setenv(flag, "1")
-    with pytest.warns(UserWarning, match=f"{flag} set in the environment.*Unset {flag}") as caught:
-        autocast("xla")
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        autocast("xla")
-
-
-def test_legacy_dtype_flags_that_are_off_or_elsewhere(monkeypatch):
-    monkeypatch.setattr(module, "_warned", False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        monkeypatch.setenv("XLA_USE_BF16", "0")
-        autocast("xla")
-        monkeypatch.setenv("XLA_USE_BF16", "1")
-        autocast("cpu")
-        autocast("xla", enabled=False)
+def test_legacy_dtype_flags_are_warned_of_once(flag):
+    done = forked.run(flag, program=LEGACY)
+    assert done.returncode == 0, done.stderr
+    assert re.match(rf"\w*Warning <string> .*{flag} set in the environment.*Unset {flag}", done.stdout, re.DOTALL)

@@ -5,7 +5,6 @@ Named after torch's tests (`test_grad_scaling_*`).  Where two devices are asked 
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 
 import pytest
@@ -69,167 +68,68 @@ def test_unscale_sparse(device, dtype):
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def models(device, optimizer_class=torch.optim.SGD, **options):
-    """Two models with the same parameters, one to be scaled and one as a control, with their optimizers and data."""
+def model_and_optimizer(device, optimizer_class, options):
     torch.manual_seed(0)
-    control = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
-    scaled = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
-    scaled.load_state_dict(control.state_dict())
-    data = [(torch.randn(8, 8).to(device), torch.randn(8, 8).to(device)) for _ in range(4)]
-    make = [optimizer_class(model.parameters(), **{"lr": 1.0, **options}) for model in (control, scaled)]
-    return control, scaled, *make, data
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
+    return model, optimizer_class(model.parameters(), **{"lr": 0.1, **options})
 
 
-def run_scaling(device, run, skip_at=2, unskipped=3, backoff=0.5, **options):
-    """Trains both models and compares; `run(data, model, optimizer, scaler, skip_at, scaling)` is the loop."""
-    for enabled in (True, False):
-        control, scaled, control_optimizer, optimizer, data = models(device, **options)
-        scaler = GradScaler(device, init_scale=128.0, growth_factor=2.0, enabled=enabled, growth_interval=1)
-        run(data, control, control_optimizer, scaler, skip_at, False)
-        after = run(data, scaled, optimizer, scaler, skip_at, True) or scaler
-        if enabled:
-            assert after.get_scale() == 128.0 * 2.0**unskipped * backoff
-        else:
-            assert after.get_scale() == 1.0
-        for ours, theirs in zip(scaled.parameters(), control.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+def penalty(loss, model, scale):
+    """Adds the norm of the gradients, which a scaled loss gives times the scale."""
+    grads = torch.autograd.grad(loss * scale, model.parameters(), create_graph=True)
+    return loss + sum((grad / scale).pow(2).sum() for grad in grads).sqrt()
 
 
-def loop(prepare=lambda scaler, optimizer, model: None, autocast=contextlib.nullcontext):
-    def run(data, model, optimizer, scaler, skip_at, scaling):
+def clip_scaled(scaler, optimizer, model):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.2 * scaler.get_scale())
+
+
+def clip_unscaled(scaler, optimizer, model):
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+
+
+LOOPS = {
+    "autocast": {"casts": True},
+    "scaled gradients clipped": {"prepare": clip_scaled, "foreach": True},
+    "clipped, fused": {"prepare": clip_unscaled, "optimizer_class": torch.optim.AdamW, "fused": True},
+    "penalty": {"add": penalty},
+    "accumulation": {"every": 2},
+}
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["", "disabled"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops(device, name, enabled):
+    """Against the same loop without a scaler, which leaves the step out whose gradients are not finite."""
+    options = dict(LOOPS[name])
+    prepare, add = options.pop("prepare", lambda *_: None), options.pop("add", lambda loss, *_: loss)
+    casts, every = options.pop("casts", False), options.pop("every", 1)
+    optimizer_class = options.pop("optimizer_class", torch.optim.SGD)
+    generator = torch.Generator().manual_seed(1)
+    data = [[torch.randn(8, 8, generator=generator).to(device) for _ in "xy"] for _ in range(4 * every)]
+    scalers = [GradScaler(device, init_scale=128.0, growth_interval=1, enabled=on) for on in (enabled, False)]
+    weights = []
+    for scaled, scaler in zip((True, False), scalers, strict=True):
+        model, optimizer = model_and_optimizer(device, optimizer_class, options)
         for number, (x, target) in enumerate(data):
-            optimizer.zero_grad()
-            with autocast():
-                loss = nn.functional.mse_loss(model(x), target)
-            if not scaling:
-                loss.backward()
-                prepare(None, optimizer, model)
-                if not scaler.is_enabled() or number != skip_at:
-                    optimizer.step()
+            with xla_amp.autocast(device, dtype=torch.bfloat16, enabled=casts):
+                loss = nn.functional.mse_loss(model(x).float(), target) / every
+            scaler.scale(add(loss, model, scaler.get_scale())).backward()
+            if number % every < every - 1:
                 continue
-            scaler.scale(loss).backward()
-            if number == skip_at and scaler.is_enabled():
-                with torch.no_grad():
-                    model[1].weight.grad.fill_(INF)
-            prepare(scaler, optimizer, model)
-            scaler.step(optimizer)
-            scaler.update()
-            if scaler.is_enabled() and number == 1:
-                scaler = pickle.loads(pickle.dumps(scaler))
-        return scaler
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("SGD", {"foreach": True}),
-        ("SGD", {"fused": True}),
-        ("AdamW", {"lr": 0.05}),
-        ("AdamW", {"lr": 0.05, "fused": True}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("casts", [False, True], ids=["", "autocast"])
-def test_autocast_with_optimizers_and_pickling(device, name, options, casts):
-    autocast = (lambda: xla_amp.autocast(device, dtype=torch.bfloat16)) if casts else contextlib.nullcontext
-    options = {"lr": 0.1, **options}
-    run_scaling(device, loop(autocast=autocast), optimizer_class=getattr(torch.optim, name), **options)
-
-
-def test_clipping_of_scaled_gradients(device):
-    def clip(scaler, optimizer, model):
-        size = 0.2 * (scaler.get_scale() if scaler is not None else 1.0)
-        nn.utils.clip_grad_norm_(model.parameters(), size)
-
-    run_scaling(device, loop(clip))
-
-
-def test_clipping_with_a_separate_unscale(device):
-    def clip(scaler, optimizer, model):
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.2)
-
-    run_scaling(device, loop(clip))
-
-
-def test_penalty(device):
-    def run(data, model, optimizer, scaler, skip_at, scaling):
-        for number, (x, target) in enumerate(data):
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(x), target)
-            scaled = scaler.scale(loss) if scaling else loss
-            grads = torch.autograd.grad(scaled, model.parameters(), create_graph=True)
-            if scaling:
-                grads = [grad * (1.0 / scaler.get_scale()) for grad in grads]
-            norm = sum(grad.pow(2).sum() for grad in grads).sqrt()
-            loss = loss + norm
-            if not scaling:
-                loss.backward()
-                if not scaler.is_enabled() or number != skip_at:
-                    optimizer.step()
-                continue
-            scaler.scale(loss).backward()
-            if number == skip_at and scaler.is_enabled():
+            bad = enabled and number == 3 * every - 1
+            if bad and scaled:
                 model[1].weight.grad.detach().fill_(INF)
-            scaler.step(optimizer)
-            scaler.update()
-
-    run_scaling(device, run, lr=0.1)
-
-
-def test_accumulation(device):
-    def run(data, model, optimizer, scaler, skip_at, scaling):
-        for number, (x, target) in enumerate(data):
-            loss = nn.functional.mse_loss(model(x), target) / 2
-            (scaler.scale(loss) if scaling else loss).backward()
-            if number % 2:
-                if scaling:
-                    scaler.step(optimizer)
-                    scaler.update()
-                else:
-                    optimizer.step()
-                optimizer.zero_grad()
-
-    run_scaling(device, run, unskipped=2, backoff=1.0, lr=0.1)  # two steps, none of them skipped
-
-
-def test_several_models_and_optimizers(device):
-    control, scaled, _, _, data = models(device)
-    pairs = []
-    for model in (control, scaled):
-        pairs.append(
-            [
-                torch.optim.SGD(model[0].parameters(), lr=0.5),
-                torch.optim.SGD(model[1].parameters(), lr=0.25, momentum=0.9),
-            ]
-        )
-    scaler = GradScaler(device, init_scale=128.0, growth_interval=1)
-    for number, (x, target) in enumerate(data):
-        for model, optimizers, scaling in ((control, pairs[0], False), (scaled, pairs[1], True)):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            hidden = model[0](x)
-            losses = [nn.functional.mse_loss(model[1](hidden), target), hidden.square().mean() * 0.5]
-            scale = scaler.scale if scaling else lambda loss: loss
-            scale(losses[0]).backward(retain_graph=True)
-            scale(losses[1]).backward()
-            if number == 2 and scaling:
-                model[1].weight.grad.fill_(INF)
-            if scaling:
-                scaler.unscale_(optimizers[0])
-                for optimizer in optimizers:
-                    scaler.step(optimizer)
+            if scaled or not bad:
+                prepare(scaler, optimizer, model)
+                scaler.step(optimizer)
                 scaler.update()
-            else:
-                optimizers[0].step()
-                if number != 2:
-                    optimizers[1].step()
-    assert scaler.get_scale() == 128.0 * 2**3 / 2
-    for ours, theirs in zip(scaled.parameters(), control.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+            optimizer.zero_grad()
+            scaler = pickle.loads(pickle.dumps(scaler))
+        weights.append([parameter.detach().cpu() for parameter in model.parameters()])
+        assert scaler.get_scale() == (128.0 * 2**3 / 2 if scaler.is_enabled() else 1.0)
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-5)
 
 
 class PassedItself(torch.optim.SGD):

@@ -1,0 +1,54 @@
+"""Files of tests/pytorch on torch_xla's device: what holds there is said once, and the environment chooses the engine.
+
+In processes of their own, because torch_xla's donation of buffers is off in them: torch_xla 2.9 gives the memory of a
+tensor away that another was filled from (`load_state_dict` between models on the device, `copy_`), and some of these
+tests begin with two equal models.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import pytest
+from source_tree import ROOT
+
+from xla_amp.common import config
+
+COUNTS = "counts what the lazy device records"
+FILES: Mapping[str, tuple[int, Mapping[str, str]]] = MappingProxyType(
+    {
+        "autocast/test_autocast_regions.py": (20, {}),
+        "autocast/test_rules_in_regions.py": (50, {}),
+        "autocast/test_torch_lists.py": (5, {}),
+        "optim/test_grad_scaler.py": (30, {
+            "test_devices": "names the lazy device",
+            "test_counting_skips_costs_two_recorded_operations": COUNTS,
+            "test_torchs_scaler_does_not_wait_either": "torch_xla's device does (test_what_the_stock_scaler_costs)",
+        }),
+        "optim/test_optimizer_options.py": (30, {}),
+        "optim/test_scaler_states.py": (6, {}),
+        "optim/test_syncfree.py": (40, {}),
+        "optim/test_torch_scaling.py": (12, {"test_unscale_sparse": "torch_xla's device has no sparse tensors"}),
+    }
+)  # fmt: skip
+"""File -> how many tests it has on the device at least (fewer were not found), and what is left out, and why."""
+
+
+@pytest.mark.parametrize("file", list(FILES))
+def test_on_torch_xla(file):
+    at_least, left_out = FILES[file]
+    environment = config.child_environment(
+        {"XLA_AMP_ENGINE": "torch_xla", "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "XLA_ENABLE_PARAM_ALIASING": "0"}
+    )
+    path = f"tests/pytorch/{file}"
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-k", "not cpu and not native and not JAX", path]
+    command += [f"--deselect={path}::{name}" for name in left_out]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=290, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+    passed = re.search(r"(\d+) passed", done.stdout.splitlines()[-1])
+    assert passed is not None
+    assert int(passed[1]) >= at_least, done.stdout
