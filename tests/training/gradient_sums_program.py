@@ -1,32 +1,22 @@
-"""Gradients of weights that a mesh adds; test_gradient_sums.py reads what this writes.
-
-    python gradient_sums_program.py programs FOLDER
-    python gradient_sums_program.py numbers
-
-writes ``FOLDER/<platform>.mlir``, the step of a model with sharded weights of all kinds, or prints gradients of which
-each device has a part that a low dtype would round: by the forms for TPUs, run on the CPU.
-"""
+"""Gradients of weights that a mesh adds: scenarios of test_gradient_sums.py."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from pathlib import Path
-
-import target_program  # first: it sets the count of devices
 
 os.environ["XLA_FLAGS"] += " --xla_allow_excess_precision=false --xla_backend_optimization_level=0"
 
 import jax
 import numpy as np
+import target_program
 import torch
 import torch.nn.functional as F
 from jax.sharding import Mesh
+from other_platform import text_for
 from torch import nn
 
 import xla_amp
-from xla_amp.lazy.programs import execute, mesh, pjrt
+from xla_amp.lazy.programs import mesh, pjrt
 
 
 class Model(nn.Module):
@@ -63,7 +53,7 @@ def step(platform):
         loss.backward()
         optimizer.step()
         xla_amp.sync()
-    return target_program.text(next(reversed(execute._programs)), platform)
+    return text_for(platform)
 
 
 class Beside(nn.Module):
@@ -88,15 +78,21 @@ def gradients(dtype, rules=None):
     return {name: p.grad.float().cpu().flatten().tolist() for name, p in model.named_parameters()}
 
 
-if __name__ == "__main__":
+def programs(rank, world):
+    """The step of a model with sharded weights of all kinds, by platform."""
     xla_amp.xla_device()
-    if sys.argv[1] == "programs":
-        for platform in target_program.DEVICES:
-            mesh.active = None
-            Path(sys.argv[2], f"{platform}.mlir").write_text(step(platform))
-    else:
-        pjrt.platform = lambda: "tpu"
-        found = {name: gradients(getattr(torch, name)) for name in ("bfloat16", "float16")}
-        found["low"] = gradients(torch.bfloat16, {"reduce_gradients": "low"})
-        found["one low"] = gradients(torch.bfloat16, {"*/linear.reduce_gradients": "low"})
-        print(json.dumps(found))
+    found = {}
+    for platform in target_program.DEVICES:
+        mesh.active = None
+        found[platform] = step(platform)
+    return found
+
+
+def numbers(rank, world):
+    """Gradients of which each device has a part that a low dtype would round: by the forms for TPUs, on the CPU."""
+    xla_amp.xla_device()
+    pjrt.platform = lambda: "tpu"
+    found = {name: gradients(getattr(torch, name)) for name in ("bfloat16", "float16")}
+    found["low"] = gradients(torch.bfloat16, {"reduce_gradients": "low"})
+    found["one low"] = gradients(torch.bfloat16, {"*/linear.reduce_gradients": "low"})
+    return found

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-DEVICE = torch.device("jax")
+DEVICE = "jax"
 STEPS = 7
 OVERFLOW = 4
 
@@ -83,7 +83,7 @@ def train(rank, world):
     device = DEVICE
     model = DistributedDataParallel(model_of(device, rank), device_ids=[int(os.environ["LOCAL_RANK"])])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**8)
     data, counts = torch.Generator().manual_seed(1), []
     for step in range(STEPS):
         x = torch.randn(8 * world, 8, generator=data)[rank::world]
@@ -91,7 +91,7 @@ def train(rank, world):
             x[0] = float("inf")
         before = xla_amp.metrics()
         optimizer.zero_grad()
-        with torch.autocast(device.type, torch.float16):
+        with torch.autocast(device, torch.float16):
             loss = model(x.to(device)).square().mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)

@@ -18,7 +18,7 @@ from xla_amp import xla_model as xm
 from xla_amp.errors import RecompileWarning
 from xla_amp.jax import reduce_gradients
 
-DEVICE = torch.device("jax")
+DEVICE = "jax"
 RULES = (None, "fp32", "low", "keep")
 GRADIENTS = {"wide": (2048.0, 1.0), "narrow": (60000.0, 60000.0)}
 """Gradients of both processes.  The first sum, 2049, is 2048 in float16; the second overflows in it."""

@@ -1,33 +1,25 @@
 """A training step as StableHLO for several devices that are not here; test_spmd_targets.py compiles it for them.
 
-    python target_program.py FOLDER
-
-writes ``FOLDER/<layout>-<platform>.mlir`` for each of `CASES`.  The steps before run on virtual CPU devices, so that
-the optimizer has its state; then the recorded step is compiled again for the platform.
+The steps before run on virtual CPU devices, so that the optimizer has its state; then the recorded step is compiled
+again for the platform.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=16"
 
 import jax
 import numpy as np
 import torch
 import torch.nn.functional as F
 from jax.sharding import Mesh
+from other_platform import text_for
 from torch import nn
 
 import xla_amp
 from xla_amp import xla_model as xm
 from xla_amp.common import config
-from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.tape import Tape
-from xla_amp.lazy.programs import execute, mesh
-from xla_amp.lazy.programs.compile import build
+from xla_amp.lazy.programs import mesh
 
 DEVICES = {"gpu": 8, "tpu": 16}
 LAYOUTS = {
@@ -59,8 +51,8 @@ def step(model, optimizer, scaler, device, marked, reduce):
     xla_amp.sync()
 
 
-def trained(marked, specs, reduce):
-    """The key of the steady step's program."""
+def train(marked, specs, reduce):
+    """Two steps, of which the second is steady."""
     device = xla_amp.xla_device()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32)).to(device)
@@ -71,18 +63,6 @@ def trained(marked, specs, reduce):
     scaler = xla_amp.GradScaler(device)
     for _ in range(2):
         step(model, optimizer, scaler, device, marked, reduce)
-    return next(reversed(execute._programs))
-
-
-def text(key, platform):
-    """The program of a recorded step as JAX writes it for `platform`."""
-    tape = Tape(key.code)
-    parameters = {node.first: node.instruction.outs[0] for node in tape if node.is_parameter}
-    numbers = tuple(sum(getattr(node.instruction, what) for node in tape) for what in ("floats", "ints"))
-    program = build(key, list(parameters), list(parameters.values()), numbers, 1, platform)
-    with private_api.x64():
-        platforms = ({"gpu": "cuda"}.get(platform, platform),)
-        return program.call.trace(*program.abstract).lower(lowering_platforms=platforms).as_text()
 
 
 def laid_out(layout, platform):
@@ -92,7 +72,8 @@ def laid_out(layout, platform):
     mesh.active = None
     marked = Mesh(np.array(jax.devices()[:count]).reshape(extents), tuple(name for name, _ in axes))
     try:
-        return text(trained(marked, specs, lambda optimizer: None), platform)
+        train(marked, specs, lambda optimizer: None)
+        return text_for(platform)
     finally:
         mesh.active = None
 
@@ -102,20 +83,19 @@ def replicated(dtype):
     mesh.active, mesh.replicas = Mesh(np.array(jax.devices()[:1]), (mesh.AXIS,)), True
     config.place_process(rank=0, world_size=2, port=1)
     try:
-        key = trained(None, {}, lambda optimizer: xm.reduce_gradients(optimizer, dtype=dtype))
+        train(None, {}, lambda optimizer: xm.reduce_gradients(optimizer, dtype=dtype))
         for platform, count in DEVICES.items():
             mesh.active = Mesh(np.array(jax.devices()[:count]), (mesh.AXIS,))
-            yield platform, text(key, platform)
+            yield platform, text_for(platform)
     finally:
         mesh.active, mesh.replicas = None, False
         del os.environ["WORLD_SIZE"]
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def texts(rank, world):
+    """By layout and platform."""
     xla_amp.xla_device()
-    for layout, platform in CASES:
-        (folder / f"{layout}-{platform}.mlir").write_text(laid_out(layout, platform))
+    found = {f"{layout}-{platform}": laid_out(layout, platform) for layout, platform in CASES}
     for name, dtype in REPLICAS.items():
-        for platform, program in replicated(dtype):
-            (folder / f"{name}-{platform}.mlir").write_text(program)
+        found |= {f"{name}-{platform}": text for platform, text in replicated(dtype)}
+    return found

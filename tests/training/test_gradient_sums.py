@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from pathlib import Path
 
-import forked
 import pytest
+import scenarios
 import targets
 import torch
 from test_spmd_targets import COLLECTIVE, collectives
@@ -18,15 +16,13 @@ WEIGHTS = 8 * 4 * 9 + 8 + 256 * 128 + 256 + 128 * 256 + 128 + 32 * 128 + 32
 """Elements of the weights."""
 
 
-def run(*words):
-    done = forked.run(PROGRAM, *words, environment={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1:]
+def run(scenario):
+    return scenarios.run(PROGRAM, scenario, world=1, devices=16)[scenario][0]
 
 
 @pytest.fixture(scope="module")
 def numbers():
-    return json.loads(run("numbers")[0])
+    return run("numbers")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -46,14 +42,12 @@ def test_a_rule_leaves_the_sums_in_the_dtype_of_the_products(numbers):
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def compiled():
     if not all(map(targets.available, ("h100", "v5e"))):
         pytest.skip("the compilers are not installed")
-    folder = tmp_path_factory.mktemp("sums")
-    run("programs", str(folder))
-    pairs = (("h100", "gpu"), ("v5e", "tpu"))
+    texts, pairs = run("programs"), (("h100", "gpu"), ("v5e", "tpu"))
     with targets.Compilers() as compilers:
-        return {target: compilers.compile((folder / f"{kind}.mlir").read_text(), target).hlo for target, kind in pairs}
+        return {target: compilers.compile(texts[kind], target).hlo for target, kind in pairs}
 
 
 @pytest.mark.full

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 
-import forked
 import pytest
+import scenarios
 import targets
 from test_spmd_targets import collectives
 
@@ -19,14 +18,10 @@ DEVICES, TOKENS, WIDTH = 16, 64, 128
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("programs")
-
+def compiled():
     @functools.cache
     def written():
-        done = forked.run(PROGRAM, folder, environment={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=800)
-        assert done.returncode == 0, done.stderr
-        return int((folder / "split").read_text())
+        return scenarios.run(PROGRAM, "texts", world=1, devices=DEVICES)["texts"][0]
 
     with targets.Compilers() as compilers:
 
@@ -34,13 +29,14 @@ def compiled(tmp_path_factory):
         def compile_for(target):
             if not targets.available(target):
                 pytest.skip(f"the compiler for {target} is not installed")
-            split, platform = written(), PLATFORMS[target]
-            program = (folder / f"{platform}.mlir").read_text()
-            return compilers.compile(program, target, pjrt.compiler_options(platform)), split
+            platform = PLATFORMS[target]
+            options = pjrt.compiler_options(platform)
+            return compilers.compile(written()[platform], target, options), written()["split"]
 
         yield compile_for
 
 
+@pytest.mark.full
 def test_each_weight_is_gathered_once_in_bfloat16_and_its_gradient_scattered_in_float32_on_h100(compiled):
     program, split = compiled("h100")
     found = collectives(program.hlo)  # elements
@@ -49,7 +45,8 @@ def test_each_weight_is_gathered_once_in_bfloat16_and_its_gradient_scattered_in_
     assert found["reduce-scatter", "f32"] >= 0.9 * (split - positions) / DEVICES
 
 
-@pytest.mark.parametrize("target", ["h100", pytest.param("v5p", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["h100", "v5p"])
 def test_a_device_holds_its_part_and_no_other_devices_activations(compiled, target):
     program, split = compiled(target)
     state = 3 * 4 * split / DEVICES  # weight and two moments in float32

@@ -151,7 +151,7 @@ SEEN: set[tuple[str, str, torch.dtype]] = set()
 
 
 @pytest.mark.filterwarnings("ignore")  # deprecated operations have rows too
-@pytest.mark.parametrize(("policy", "rule"), rows())
+@pytest.mark.parametrize(("policy", "rule"), list(rows()))
 def test_row(policy: Policy, rule: Rule, device):
     operations = filter(samples.here, rule.operations)
     trials = [Trial(policy, operation, policy.decide(operation).cast, device) for operation in operations]

@@ -74,6 +74,15 @@ def initial(part: int) -> Values:
     return [rng.normal(size=shape).astype(np.float32) for shape in SHAPES]
 
 
+def with_bad(gradients: list[Values], bad: tuple[int, int, float] | None) -> list[Values]:
+    """The same with an inf or NaN in one of them: (optimizer, parameter, value)."""
+    made = [[value.copy() for value in values] for values in gradients]
+    if bad is not None:
+        part, which, value = bad
+        made[part][which][-1] = value
+    return made
+
+
 class OnTorch:
     """Two optimizers and a `GradScaler` on a device."""
 
@@ -104,13 +113,9 @@ class OnTorch:
 
     def step(self, gradients: list[Values], bad: tuple[int, int, float] | None, unscale: bool) -> None:
         factor = self.scaler.scale(torch.ones((), device=self.place))
-        for params, values in zip(self.params, gradients, strict=True):
+        for params, values in zip(self.params, with_bad(gradients, bad), strict=True):
             for parameter, value in zip(params, values, strict=True):
                 parameter.grad = torch.tensor(value).to(self.place) * factor
-        if bad is not None:
-            part, which, value = bad
-            with torch.no_grad():
-                self.params[part][which].grad[-1] = value
         for number, optimizer in enumerate(self.optimizers):
             if unscale and number == 0:
                 self.scaler.unscale_(optimizer)
@@ -196,10 +201,7 @@ class OnJax:
         self.state = self.init(self.params)._replace(loss_scale=LossScale.dynamic(**options))
 
     def step(self, gradients: list[Values], bad: tuple[int, int, float] | None, unscale: bool) -> None:
-        scaled = jax.tree.map(lambda g: np.asarray(self.state.loss_scale.scale(g)).copy(), gradients)
-        if bad is not None:
-            part, which, value = bad
-            scaled[part][which][-1] = value
+        scaled = jax.tree.map(self.state.loss_scale.scale, with_bad(gradients, bad))
         self.params, self.state = self.run(self.params, self.state, scaled)
         assert bool(self.state.finite) is (bad is None)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -134,36 +133,6 @@ def test_parameters_of_two_dtypes(device):
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "options"), [("SGD", {"momentum": 0.9}), ("Adam", {"amsgrad": True}), ("AdamW", {})])
-@pytest.mark.parametrize("direction", ["from torch", "to torch", "to ourselves"])
-def test_state_is_interchangeable(device, name, options, direction):
-    source, target = {
-        "from torch": (torch.optim, syncfree),
-        "to torch": (syncfree, torch.optim),
-        "to ourselves": (syncfree, syncfree),
-    }[direction]
-    first = parameters(device if source is syncfree else "cpu")
-    optimizer = make(source, name, first, options)
-    for step in range(3):
-        set_gradients(first, step)
-        optimizer.step()
-    file = io.BytesIO()
-    xla_amp.xla_model.save(optimizer.state_dict(), file)
-    file.seek(0)
-    second = parameters(device if target is syncfree else "cpu")
-    with torch.no_grad():
-        for parameter, other in zip(second, first, strict=True):
-            parameter.copy_(other.to(parameter.device))
-    again = make(target, name, second, {**options, "lr": 9.0})
-    again.load_state_dict(torch.load(file, weights_only=True))
-    for step in range(3, STEPS):
-        set_gradients(second, step)
-        again.step(**({"found_inf": torch.zeros((), device=device)} if target is syncfree else {}))
-    assert_close(second, reference(name, options))
-    keys = {"SGD": {"momentum_buffer"}, "Adam": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}}
-    assert set(again.state[second[0]]) == keys.get(name, {"step", "exp_avg", "exp_avg_sq"})
 
 
 def test_state_of_an_optimizer_whose_steps_were_all_skipped(device):
