@@ -85,6 +85,7 @@ def residual_step(device):
     xla_amp.sync()
 
 
+@pytest.mark.full
 def test_a_gpu_keeps_what_the_policy_made_low_low_between_kernels(device):
     if not targets.available("h100"):
         pytest.skip("no compiler for a GPU here")

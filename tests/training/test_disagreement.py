@@ -44,6 +44,7 @@ def says(found, *words):
         assert word in text
 
 
+@pytest.mark.full
 def test_a_read_an_early_end_and_a_killed_process_end_in_errors_that_name_process_and_line():
     found = run("read", "end", "kill", "rate", "factor", "hold", "hold, function")
     for each in found["rate"]:

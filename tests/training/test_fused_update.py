@@ -51,10 +51,9 @@ VALUES = sum(math.prod(shape) for shape in SHAPES)
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_updates_are_in_place_and_move_little(name):
+def test_updates_are_in_place(name):
     make, buffers = FUSED[name]
     program = steady_step(make)
-
     # What lives on is donated, and its new value is in its old memory.
     with private_api.x64():
         compiled = program.lower().compile()
@@ -65,10 +64,14 @@ def test_updates_are_in_place_and_move_little(name):
         assert compiled.cost_analysis()["bytes accessed"] <= 4 * VALUES * 2.25 * (2 * buffers + 2)
         assert not re.search(r"%copy[\w.-]* = f32\[\d", compiled.as_text())
 
-    if not targets.available("h100"):
-        pytest.skip(
-            "bytes are counted for a GPU: XLA:CPU has no fusions with several results; no compiler for one here"
-        )
+
+@pytest.mark.full
+@pytest.mark.skipif(not targets.available("h100"), reason="no compiler for a GPU here")
+@pytest.mark.parametrize("name", FUSED)
+def test_updates_move_the_least_on_a_gpu(name):
+    """XLA:CPU has no fusions with several results."""
+    make, buffers = FUSED[name]
+    steady_step(make)
     compiled = targets.compile_for(text_for("gpu"), "h100", pjrt.compiler_options("gpu"))
     moved = compiled.bytes_accessed
     # The least there is: every buffer read and written once, and every gradient read once to know whether it is finite
@@ -137,6 +140,7 @@ def test_updates_move_the_least_on_a_tpu(name):
     assert least <= targets.compile_for(text, "v6e").bytes_accessed <= 1.01 * least
 
 
+@pytest.mark.full
 def test_the_count_sees_a_buffer_that_is_read_again():
     if not targets.available("h100"):
         pytest.skip("no compiler for a GPU here")

@@ -128,7 +128,12 @@ assert dist.distributed_c10d._get_default_timeout("gloo") == dist.constants.defa
 
 
 @pytest.mark.parametrize(
-    ("ours", "arguments"), [("3", ("xla_amp",)), ("3", ("cpu:gloo,jax:xla_amp",)), ("60", ("xla_amp", "3"))]
+    ("ours", "arguments"),
+    [
+        ("3", ("xla_amp",)),
+        pytest.param("3", ("cpu:gloo,jax:xla_amp",), marks=pytest.mark.full),
+        pytest.param("60", ("xla_amp", "3"), marks=pytest.mark.full),
+    ],
 )
 def test_init_process_group_ends_when_a_process_does_not_start(ours, arguments):
     """Without a timeout in the call it is ours; torch counts those that came."""

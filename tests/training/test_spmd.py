@@ -76,7 +76,8 @@ def test_memory_falls_with_the_number_of_devices():
     }
 
 
-@pytest.mark.parametrize(("layout", "devices"), [pytest.param("sharded", 4, marks=pytest.mark.full), ("single", 1)])
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "devices"), [("sharded", 4), ("single", 1)])
 def test_a_checkpoint_loads_on_any_number_of_devices(layout, devices):
     """Values to the bit; what follows as on the eight devices that wrote it."""
     wrote = run("sharded")
