@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from xla_amp.errors import PolicyError
 from xla_amp.jax.loss_scale import LARGEST, SMALLEST, LossScale, all_finite, reduce_gradients, select, value_and_grad
@@ -70,36 +69,6 @@ JOURNEYS = {
 def test_round_trips_are_lossless(journey, tmp_path):
     loss_scale = LossScale.dynamic(**SETTINGS).update(True).update(False).update(True)
     assert_same(JOURNEYS[journey](loss_scale, tmp_path), loss_scale)
-
-
-def test_the_scale_changes_as_torch_s_does():
-    rng = np.random.default_rng(3)
-    finite = rng.random(60) > 0.25
-    kwargs = {"growth_factor": 1.5, "backoff_factor": 0.7, "growth_interval": 4}
-    scale, tracker = torch.full((1,), 1024.0), torch.zeros(1, dtype=torch.int32)
-    expected = []
-    for ok in finite:
-        torch._amp_update_scale_(scale, tracker, torch.full((1,), 0.0 if ok else 1.0), *kwargs.values())
-        expected.append(scale.item())
-    _, ours = jax.jit(lambda s: jax.lax.scan(lambda s, ok: ((n := s.update(ok)), n.value), s, jnp.asarray(finite)))(
-        LossScale.dynamic(1024.0, **kwargs)
-    )
-    np.testing.assert_allclose(np.asarray(ours), expected, rtol=1e-5)
-
-
-def test_bounds_and_counters_under_jit():
-    update = jax.jit(LossScale.update)
-    loss_scale = LossScale.dynamic(**SETTINGS)
-    for _ in range(5):
-        loss_scale = update(loss_scale, False)
-    assert fields(loss_scale)["value"] == 4.0
-    assert fields(loss_scale)["skipped_in_a_row"] == 5
-    for _ in range(30):
-        loss_scale = update(loss_scale, True)
-    assert fields(loss_scale)["value"] == 4096.0
-    assert fields(loss_scale)["skipped"] == 5
-    assert fields(loss_scale)["skipped_in_a_row"] == 0
-    assert update._cache_size() == 1
 
 
 def test_a_static_scale_is_constant():

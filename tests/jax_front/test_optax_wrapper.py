@@ -189,28 +189,6 @@ def test_another_value_for_conditionals_is_rejected():
 # -- loss scale, extra arguments, several devices ---------------------------------------------------------------------
 
 
-def test_it_can_manage_the_loss_scale():
-    optimizer = skip_nonfinite(optax.sgd(0.5), loss_scale=LossScale.dynamic(2.0**10, growth_interval=2))
-    params = {"w": jnp.asarray([1.0, 2.0], jnp.float16)}
-    state = optimizer.init(params)
-
-    @jax.jit
-    def step(params, state, poison):
-        def loss(p):
-            return state.loss_scale.scale(jnp.sum(p["w"] ** 2) + poison * jnp.sum(p["w"]))
-
-        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    scales = []
-    for poison in [0.0, jnp.inf, 0.0, 0.0]:
-        params, state = step(params, state, jnp.float16(poison))
-        scales.append(float(state.loss_scale.value))
-    assert scales == [1024.0, 512.0, 512.0, 1024.0]
-    assert params["w"].tolist() == [0.0, 0.0]  # gradient 2w at rate 0.5: right only if unscaled with the scale used
-    assert int(state.skipped) == int(state.loss_scale.skipped) == 1
-
-
 def test_the_flag_of_value_and_grad_is_used():
     optimizer = skip_nonfinite(optax.adam(0.1))
     params = {"w": jnp.ones(3)}
