@@ -13,7 +13,22 @@ import torch
 from xla_amp import autocast
 from xla_amp.policy import regions
 
-LOW, FULL = torch.bfloat16, torch.float32
+LOW, FULL, HALF = torch.bfloat16, torch.float32, torch.float16
+OPEN = {
+    "low": lambda device: autocast(device, dtype=LOW),
+    "default": lambda device: autocast(device),
+    "half": lambda device: autocast(device, dtype=HALF),
+    "off": lambda device: autocast(device, enabled=False),
+    "torch half": lambda device: torch.autocast(device.type, dtype=HALF),
+    "torch off": lambda device: torch.autocast(device.type, enabled=False),
+}
+SEQUENCES = {
+    "nested": [("low", LOW), ("half", HALF), ("off", FULL), ("low", LOW), (3, FULL), (2, HALF), (1, LOW), (0, FULL)],
+    "entered again while it is open": [("low", LOW), ("again", LOW), (1, LOW), (0, FULL)],
+    "of torch": [("low", LOW), ("torch half", HALF), (1, LOW), ("torch off", FULL), ("low", LOW), (3, FULL), (2, LOW)],
+    "out of order": [("default", LOW), ("half", HALF), (0, HALF), (1, FULL)],  # the newest stays in force
+}
+"""Regions that are entered, or left by number, and what a product is in after each."""
 
 
 @pytest.fixture
@@ -47,52 +62,30 @@ def test_inside_and_outside(device, mm_dtype):
     assert mm_dtype() is FULL
 
 
-def test_the_dtype_defaults_to_the_policys(device, mm_dtype):
-    with autocast(device):
-        assert mm_dtype() is LOW
-
-
-def test_nested_regions(device, mm_dtype):
-    with autocast(device, dtype=LOW):
-        with autocast(device, dtype=torch.float16):
-            assert mm_dtype() is torch.float16
-            with autocast(device, enabled=False):
-                assert mm_dtype() is FULL
-                with autocast(device, dtype=LOW):
-                    assert mm_dtype() is LOW
-                assert mm_dtype() is FULL
-            assert mm_dtype() is torch.float16
-        assert mm_dtype() is LOW
-
-
-def test_a_region_is_entered_again_while_it_is_open(device, mm_dtype):
-    region = autocast(device, dtype=LOW)
-    with region:
-        with region:
-            assert mm_dtype() is LOW
-        assert mm_dtype() is LOW
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequences(device, mm_dtype, name):
+    opened, left = [], set()
+    for step, expected in SEQUENCES[name]:
+        if isinstance(step, int):
+            opened[step].__exit__(None, None, None)
+            left.add(step)
+        else:
+            opened.append(opened[0] if step == "again" else OPEN[step](device))
+            opened[-1].__enter__()
+        assert mm_dtype() is expected
+    for region in [region for number, region in enumerate(opened) if number not in left]:
+        region.__exit__(None, None, None)
     assert mm_dtype() is FULL
 
 
 def test_torchs_own_region_leaks_there():
-    # The twin of the test above: what torch.autocast does, and why the state may not be on the instance.
+    # Entered again while it is open: what torch.autocast does, and why the state may not be on the instance.
     region = torch.autocast("cpu", dtype=LOW)
     with region, region:
         pass
     leaked = torch.is_autocast_enabled("cpu")
     torch.set_autocast_enabled("cpu", False)
     assert leaked
-
-
-def test_torchs_regions_and_ours_nest(device, mm_dtype):
-    with autocast(device, dtype=LOW):
-        with torch.autocast(device.type, dtype=torch.float16):
-            assert mm_dtype() is torch.float16
-        with torch.autocast(device.type, enabled=False):
-            assert mm_dtype() is FULL
-            with autocast(device, dtype=LOW):
-                assert mm_dtype() is LOW
-        assert mm_dtype() is LOW
 
 
 def test_an_exception_restores(device, mm_dtype):
@@ -118,16 +111,6 @@ def test_the_cache_flag(device):
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------
-
-
-def test_regions_may_end_out_of_order(device, mm_dtype):
-    first, second = autocast(device, dtype=LOW), autocast(device, dtype=torch.float16)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert mm_dtype() is torch.float16  # the newest region stays in force
-    second.__exit__(None, None, None)
-    assert mm_dtype() is FULL  # and gives back what was before the first
 
 
 def test_regions_of_two_devices_may_end_out_of_order(device, mm_dtype):
@@ -217,39 +200,19 @@ def test_the_backward_pass_inside_a_region(device):
 
 
 def test_function(device, mm_dtype):
-    @autocast(device, dtype=LOW)
-    def function(a, *, b):
-        """Does nothing."""
-        return a, b, mm_dtype()
+    """Recursive, and a method."""
 
-    assert function(1, b=2) == (1, 2, LOW)
-    assert mm_dtype() is FULL
-    assert (function.__name__, function.__doc__) == ("function", "Does nothing.")
-
-
-def test_method(device, mm_dtype):
     class Model(torch.nn.Module):
         @autocast(device, dtype=LOW)
-        def forward(self):
-            return self, mm_dtype()
+        def forward(self, a, *, b=0):
+            """Does nothing."""
+            inner = self.forward(a - 1) if a else []
+            return [*inner, (self, a, b, mm_dtype())]
 
     model = Model()
-    assert model() == (model, LOW)
-
-
-def test_recursive_function(device, mm_dtype):
-    seen = []
-
-    @autocast(device, dtype=LOW)
-    def down(n):
-        seen.append(mm_dtype())
-        if n:
-            down(n - 1)
-        seen.append(mm_dtype())
-
-    down(2)
-    assert seen == [LOW] * 6
+    assert model(1, b=2) == [(model, 0, 0, LOW), (model, 1, 2, LOW)]
     assert mm_dtype() is FULL
+    assert (model.forward.__name__, model.forward.__doc__) == ("forward", "Does nothing.")
 
 
 def test_generator(device, mm_dtype):
