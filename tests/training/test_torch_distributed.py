@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import xla_amp
@@ -26,23 +23,6 @@ def group(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def test_distributed_data_parallel_trains_as_the_bare_model(group):
-    """Two processes: tests/integrations/test_huggingface_processes.py."""
-    torch.manual_seed(0)
-    bare = nn.Linear(4, 2).to(xla_amp.xla_device())
-    wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(bare))
-    for model in (bare, wrapped):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(3):
-            xla_amp.sync()
-            xla_amp.metrics.reset()
-            model(torch.ones(3, 4).to("jax")).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            xla_amp.sync()
-    counts = xla_amp.metrics()
-    assert (counts["executions"], counts["host_syncs"]) == (1, 0)
-    torch.testing.assert_close(wrapped.module.weight.cpu(), bare.weight.cpu())
 
 
 @pytest.mark.parametrize("name", ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR"])

@@ -24,6 +24,9 @@ COUNTED = 37
 """Operations of torch's CPU lists that need autocast; torch's own CPU kernels pass all of them."""
 
 
+CPU = [pytest.param("cpu", low, marks=pytest.mark.full) for low in (BF16, FP16)]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def name() -> str:
     """Of the device of the engine in use."""
@@ -31,7 +34,7 @@ def name() -> str:
 
 
 @pytest.mark.filterwarnings("ignore")  # deprecated spellings among the listed operations
-@pytest.mark.parametrize(("policy", "low"), [("cpu", BF16), ("cpu", FP16), ("cuda", FP16)], ids=str)
+@pytest.mark.parametrize(("policy", "low"), [("cuda", FP16), *CPU], ids=str)
 def test_torchs_lists(monkeypatch, name, policy, low):
     run = torch_lists.procedure(monkeypatch, policy, name)
     needed = 0

@@ -272,10 +272,11 @@ def test_a_checkpoint_goes_on(name, places):
     with counted() as counts:
         found = run(*second)
     waits = len(found) if target.type != "cpu" else 0  # of reading the weights
-    assert counts.host_syncs <= waits or name in (*ON_HOST, "Muon")
+    exactly = name not in (*ON_HOST, "Muon")  # the others compute with numbers on the host
+    assert counts.host_syncs <= waits or not exactly
     tolerances = {"atol": 2e-3 if name == "Muon" else 1e-5, "rtol": 1e-4}  # Muon orthogonalizes in bfloat16
     torch.testing.assert_close(found, run(*exact), **tolerances)
-    if source == target:
+    if source == target and exactly:
         assert all(torch.equal(a, b) for a, b in zip(run(*first), found, strict=True))
         kept = [
             [(key, v.device) for state in optimizer.state.values() for key, v in state.items() if v is not None]
