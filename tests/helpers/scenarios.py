@@ -33,8 +33,12 @@ def started(
     world: int = 2,
     devices: int | None = None,
     start: Start = "launch",
+    copies: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs scenarios (functions and their words, as one text each) in `world` processes of `devices` each."""
+    """Runs scenarios (functions and their words, as one text each) in `world` processes of `devices` each.
+
+    Without `copies` the processes that `xla_amp.launch` starts are new interpreters.
+    """
     import forked
 
     environment = {"OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "240", **os.environ}
@@ -42,7 +46,7 @@ def started(
         count = f" --xla_force_host_platform_device_count={devices}"
         environment["XLA_FLAGS"] = environment.get("XLA_FLAGS", "") + count
     words = (__file__, start, folder, str(world), program, *scenarios)
-    return forked.run(*words, environment=environment, copies=True)
+    return forked.run(*words, environment=environment, copies=copies)
 
 
 def run(program: str | Path, *scenarios: str, folder: str | Path | None = None, **options: Any) -> dict[str, list[Any]]:

@@ -176,6 +176,7 @@ def counts_of(number):
     return distinct(steady_step(lambda p: syncfree.Adam(p, lr=0.1), [(4, 8)] * number).optimized_hlo())
 
 
+@pytest.mark.full
 def test_the_program_grows_by_the_same_for_each_parameter_and_its_kernels_do_not():
     """A flag recomputed in every update is quadratic; entries picked out of a vector are kernels of their own."""
     instructions, kernels = zip(*(counts_of(number) for number in (16, 24, 32)), strict=True)

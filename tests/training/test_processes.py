@@ -222,7 +222,7 @@ def test_processes_with_another_program_are_named_before_it_runs():
 
 
 def test_when_one_fails_the_others_end_and_the_error_has_its_number(tmp_path):
-    done = scenarios.started(PROGRAM, "fail", folder=tmp_path)
+    done = scenarios.started(PROGRAM, "fail", folder=tmp_path, copies=False)
     assert done.returncode != 0
     assert "Process 1 terminated with the following error" in done.stderr
     assert "this one has had enough" in done.stderr
@@ -232,7 +232,7 @@ def test_when_one_fails_the_others_end_and_the_error_has_its_number(tmp_path):
 def test_a_process_that_is_killed_ends_the_others_and_the_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_AMP_TIMEOUT", "60")
     seed = secrets.randbelow(1 << 30)
-    done = scenarios.started(PROGRAM, f"until_killed {seed}", folder=tmp_path)
+    done = scenarios.started(PROGRAM, f"until_killed {seed}", folder=tmp_path, copies=False)
     assert f"process {seed % 2} terminated with signal SIGKILL" in done.stderr
     assert time.time() - (tmp_path / "killed").stat().st_mtime < 60
     for found in scenarios.run(PROGRAM, "resume", folder=tmp_path)["resume"]:

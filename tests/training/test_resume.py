@@ -64,7 +64,12 @@ class Run:
         return run
 
 
-RUNS = [*(("cpu", name) for name in OPTIMIZERS), ("xla", "syncfree.AdamW"), ("xla", "wrapped RMSprop")]
+RUNS = [
+    ("xla", "syncfree.AdamW"),
+    ("cpu", "Adagrad"),
+    *(pytest.param("cpu", name, marks=pytest.mark.full) for name in OPTIMIZERS if name != "Adagrad"),
+    pytest.param("xla", "wrapped RMSprop", marks=pytest.mark.full),
+]
 
 
 @pytest.mark.parametrize(("where", "name"), RUNS)

@@ -23,8 +23,6 @@ def group(tmp_path_factory):
     dist.destroy_process_group()
 
 
-
-
 @pytest.mark.parametrize("name", ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR"])
 def test_collectives_of_torch_are_ours(group, name):
     """Of one process: they change nothing."""
