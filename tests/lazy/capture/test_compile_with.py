@@ -1,4 +1,4 @@
-"""Captured steps together with the rest: accumulation, a mesh, hooks, new parameters, padding to a few sizes."""
+"""Captured steps together with the rest: accumulation, a mesh, padding to a few sizes."""
 
 from __future__ import annotations
 
@@ -71,47 +71,6 @@ def test_accumulation_inside_the_step(device):
     assert step.replays > 0
     for one, other in zip(losses + weights, replayed + after, strict=True):
         assert torch.equal(one, other)
-
-
-def _freeze(model):
-    model[0].requires_grad_(False)
-
-
-def _halve(parameter):
-    parameter.grad.mul_(0.5)
-
-
-CHANGES_OF_GRADIENTS = {
-    "frozen": _freeze,
-    "a hook of a parameter": lambda model: model[0].weight.register_hook(lambda gradient: gradient * 0.5),
-    "a hook after its gradient": lambda model: model[0].weight.register_post_accumulate_grad_hook(_halve),
-    "a hook of a module": lambda model: model[1].register_full_backward_hook(lambda m, grads, _: (grads[0] * 2,)),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES_OF_GRADIENTS.values(), ids=CHANGES_OF_GRADIENTS)
-def test_what_changes_gradients_between_calls_is_noticed(device, change):
-    def train(wrap):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-        def step(x):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-
-        call = wrap(step)
-        for index in range(10):
-            if index == 6:
-                change(model)
-            call(torch.ones(3, 4, device=device))
-        return [parameter.detach().cpu() for parameter in model.parameters()], call
-
-    expected, _ = train(lambda step: step)
-    got, call = train(xla_amp.compile)
-    assert call.replays > 3
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def test_padding_keeps_the_number_of_captures_small(device):

@@ -15,30 +15,25 @@ The contract (docs/compile.md): Python runs while a step is recorded, and what i
 from __future__ import annotations
 
 import functools
-import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-import numpy as np
 import torch
 
 from xla_amp import policy as policies
 from xla_amp.backends import base, dynamo
 from xla_amp.backends.trees import tree_flatten, tree_leaves
-from xla_amp.common import arguments, config, events, interrupts
-from xla_amp.errors import CaptureError, DeviceError
+from xla_amp.common import arguments, events, interrupts
+from xla_amp.errors import CaptureError
 from xla_amp.lazy.capture.recording import Recording
 from xla_amp.lazy.capture.replay import Replay
-from xla_amp.lazy.capture.state import Snapshot, State, difference
-from xla_amp.lazy.capture.values import PLAIN, STATE, NotReplayableError, plain
+from xla_amp.lazy.capture.state import Snapshot, State
+from xla_amp.lazy.capture.values import PLAIN, STATE, Entry, NotReplayableError, difference, plain, same
 from xla_amp.lazy.capture.warmup import restored_state
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.programs import execute, mesh, pjrt, recompile_reasons
-from xla_amp.lazy.programs.compile import XlaProgram
+from xla_amp.lazy.programs import execute, pjrt, recompile_reasons
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.steps import step_marker
-from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.policy import regions
 from xla_amp.policy.load import default_name
@@ -65,22 +60,12 @@ def compile(
 
 @overload
 def compile(
-    step: None = None,
-    *,
-    state: Iterable[Any] | None = None,
-    strict: bool = False,
-    limit: int = 8,
-    check: bool = False,
+    step: None = None, *, state: Iterable[Any] | None = None, strict: bool = False, limit: int = 8, check: bool = False
 ) -> Callable[[Callable[_Arguments, _Result]], Compiled[_Arguments, _Result]]: ...
 
 
 def compile(
-    step: Callable[..., Any] | None = None,
-    *,
-    state: Iterable[Any] | None = None,
-    strict: bool = False,
-    limit: int = 8,
-    check: bool = False,
+    step: Any = None, *, state: Iterable[Any] | None = None, strict: bool = False, limit: int = 8, check: bool = False
 ) -> Any:
     """Captures `step` once two of its calls have recorded the same program; later calls replay it.
 
@@ -134,77 +119,58 @@ class Capture:
     """The recorded calls of a step for one set of values, and their replay.
 
     Args:
-        call: the arguments and modes of the calls that it serves, each with words for messages.
         before: the state before the first of them.
     """
 
-    def __init__(self, call: list[tuple[str, Any]], before: Snapshot) -> None:
-        self.call, self.chunks = call, before.chunks
-        self._values = before.values()
-        had, self.numbers = before.start()
-        self._reads = dict(enumerate(had))
-        """Gradients whose presence matters -> whether there is one."""
+    def __init__(self, before: Snapshot) -> None:
+        self.entries, self.numbers = before.entries, before.numbers
+        self.reads = dict(enumerate(gradient is not None for gradient in before.gradients))
+        """Index of each gradient whose presence matters -> whether there is one."""
         self._equal: set[frozenset[int]] = set()
         """Numbers of optimizers that are inputs, those in a set with one value; others are constants."""
         self.replays = 0
         self.last: Recording | None = None
         """The last recorded call."""
         self.replay: Replay | None = None
-        self.lost: str | None = None
-        """Why the replay was dropped, to be reported at the next call."""
-        self._audit_at = AUDIT
-        self._program: weakref.ref[XlaProgram] | None = None
+        self.audit_at = AUDIT
+        """Count of replays after which a call is recorded and compared."""
 
-    def matches(self, call: list[tuple[str, Any]], now: Snapshot) -> bool:
+    def matches(self, now: Snapshot) -> bool:
         """Whether this is the capture of a call."""
-        return (
-            self.call == call
-            and self._values == now.values()
-            and all((now.gradients[at] is not None) is had for at, had in self._reads.items())
-            and self.changed_number(now.numbers) is None
-        )
+        if not same(self.entries, now.entries) or self._changed_number(now.numbers) is not None:
+            return False
+        return all((now.gradients[index] is not None) is had for index, had in self.reads.items())
 
-    def changed_number(self, numbers: list[float]) -> int | None:
+    def covers(self, other: Capture) -> bool:
+        """Whether it serves the calls of another one, too, that is not captured."""
+        alike = other.replay is None and same(self.entries, other.entries)
+        return alike and self.reads.items() <= other.reads.items() and self._changed_number(other.numbers) is None
+
+    def difference(self, now: Snapshot) -> str:
+        """Why a call needs another capture."""
+        changed = difference(self.entries, now.entries)
+        if changed is not None:
+            return "{} changed{}".format(*changed)
+        number = self._changed_number(now.numbers)
+        if number is None:
+            return "other parameters have a gradient"
+        return f"{now.options[number].label} changed from {self.numbers[number]} to {now.numbers[number]}"
+
+    def _changed_number(self, numbers: list[float]) -> int | None:
         """Which number of an optimizer needs another capture."""
-        free: set[int] = set()
+        free = {at for equal in self._equal for at in equal}
         for equal in self._equal:
-            free |= equal
-            values = {numbers[at] for at in equal}
-            if len(values) != 1 or not all(value and math.isfinite(value) for value in values):
+            if len({numbers[at] for at in equal}) > 1 or numbers[min(equal)] == 0:
                 return min(equal)
         pairs = enumerate(zip(self.numbers, numbers, strict=True))
         return next((at for at, (old, new) in pairs if old != new and at not in free), None)
 
-    def covers(self, other: Capture) -> bool:
-        """Whether it serves the calls of another one, too, that is not captured."""
-        alike = self.call == other.call and self._values == other._values and other.replay is None
-        return alike and self._reads.items() <= other._reads.items() and self.changed_number(other.numbers) is None
-
-    def audit_is_due(self) -> bool:
-        """Whether the next call is recorded although there is a replay."""
-        return self.replays >= self._audit_at
-
-    def drop(self, reason: str | None) -> None:
-        """Drops the replay; the next two recorded calls can make another."""
-        self.lost = None if self.replay is None else reason
-        self.replay = self.last = None
-        self.replays, self._audit_at = 0, AUDIT
-
-    def _hold(self, reference: weakref.ref[XlaProgram]) -> None:
-        """Drops the replay when the cache of programs drops its program: to stay within bounds it must not keep it."""
-        program = reference()
-        if program is not None and (self._program is None or self._program() is not program):
-            self._program, drop = reference, weakref.WeakMethod(self.drop)
-            reason = f"its program was dropped to stay within {config.PROGRAM_MEMORY}"
-            program.holders.append(lambda: None if (method := drop()) is None else method(reason))
-
-    def add(self, run: Recording, result: Any, arguments: list[torch.Tensor], after: Snapshot) -> Any:
+    def add(self, run: Recording, result: Any, after: Snapshot) -> Any:
         """Compares a recorded call with the one before it, and makes a replay if they agree.
 
         Args:
             run: the recorded call.
             result: what the step returned.
-            arguments: tensor arguments.
             after: the state after it.
 
         Returns:
@@ -216,28 +182,21 @@ class Capture:
         last, self.last = self.last, None
         run.resolve(after)
         leaves = tree_leaves(result)
-        run.plain = [_constant(item) for item in leaves if not isinstance(item, torch.Tensor)]
+        run.values = [_constant(item) for item in leaves if not isinstance(item, torch.Tensor)]
         needs_backward = any(isinstance(item, torch.Tensor) and item.requires_grad for item in leaves)
-        if needs_backward and not (run.stepped or run.writes_gradients):
+        if needs_backward and not run.has_stepped():
             raise NotReplayableError(
                 "it returns a tensor that requires grad, and gradients do not reach into a replay; call backward() "
                 "inside, or run it under torch.no_grad()"
             )
-        self._hold(run.program)
-        self._reads = dict(self._reads.items() & run.reads.items())
+        self.reads = dict(self.reads.items() & run.reads.items())
         self._equal = set(run.numbers.values())
         if last is not None:
-            if run.plain != last.plain:
-                kinds = ", ".join(dict.fromkeys(kind.__name__ for kind, *_ in (*last.plain, *run.plain)))
-                raise NotReplayableError(
-                    f"it returns a Python value that is another one in each call (among {kinds}); return tensors and "
-                    "constants, in tuples, lists and dictionaries"
-                )
-            replay = Replay(last, run, result, arguments, after)
+            replay = Replay(last, run, result)
             if self.replay is not None:
-                self._audit_at *= AUDIT
+                self.audit_at *= AUDIT
             self.replay, self._equal = replay, set(replay.options.values())
-            result = replay.recorded_result(arguments, after)
+            result = replay.recorded_result()
         self.last = run
         return result
 
@@ -247,11 +206,7 @@ def _constant(value: Any) -> tuple[Any, ...]:
 
     An object that is no plain value may hold tensors, so it is equal to itself only.
     """
-    if type(value) in PLAIN:
-        return plain(value)  # type: ignore[no-any-return]
-    if isinstance(value, np.generic):
-        return type(value), value.tobytes()
-    return type(value), id(value), value
+    return plain(value) if type(value) in PLAIN else (type(value), id(value), value)
 
 
 @dynamo.graph_break
@@ -280,7 +235,7 @@ class Compiled(Generic[_Arguments, _Result]):
         self.reasons: list[str] = []
         """Why calls are recorded instead of replayed."""
         self._failures = 0
-        self._given_up = self._limit_reported = self._ready = False
+        self._given_up = self._ready = False
 
     @interrupts.deferred
     def warm_up(self, *args: Any, **kwargs: Any) -> int:
@@ -302,13 +257,13 @@ class Compiled(Generic[_Arguments, _Result]):
         _require_the_lazy_device()
         if trace.eager:
             return 0
-        flat_args, tree = tree_flatten((args, kwargs))
         trial, before = Compiled(self._step, self._declared, True, self._limit, False), metrics()["compilations"]
-        state = trial._state.snapshot(_others(flat_args), _tensors(flat_args))
-        with restored_state(trial._state.owners(), state.parameters):
+        state = trial._snapshot(args, kwargs)
+        owners = [] if trial._state.objects is None else trial._state.objects.owners
+        with restored_state(owners, state.parameters):
             state.release()
             while not any(entry.replay for entry in trial._cache):  # ends: a strict step raises
-                trial._record(*trial._find(flat_args, tree), flat_args, args, kwargs)
+                trial._record(*trial._find(args, kwargs), args, kwargs)
         return metrics()["compilations"] - before
 
     @overload
@@ -328,17 +283,13 @@ class Compiled(Generic[_Arguments, _Result]):
         if not self._ready:
             _require_the_lazy_device()
             self._ready = True
-        flat_args, tree = tree_flatten((args, kwargs))
-        entry, before = self._find(flat_args, tree)
+        entry, before = self._find(args, kwargs)
         if entry is None:
             return self._step(*args, **kwargs)
-        if entry.lost is not None:
-            recompile_reasons.captured_again(events.user_location(), entry.lost)
-            entry.lost = None
-        if entry.replay is not None and not entry.audit_is_due() and not self._check:
+        if entry.replay is not None and entry.replays < entry.audit_at and not self._check:
             try:
                 with trace.lock:  # not while recording: the backward pass may record on a thread of autograd's
-                    found = entry.replay.run(_tensors(flat_args), before)
+                    found = entry.replay.run(before)
             except NotReplayableError as reason:
                 self._give_up(str(reason))
                 return self._step(*args, **kwargs)
@@ -347,46 +298,41 @@ class Compiled(Generic[_Arguments, _Result]):
                 self.replays += 1
                 replayed: _Result = found[0]
                 return replayed
-            entry.drop("a tensor that it reads, and that is not in its state, was freed")
-        recorded: _Result = self._record(entry, before, flat_args, args, kwargs)
+            entry.replay = entry.last = None  # a tensor that it reads, and that is not in its state, was freed
+        recorded: _Result = self._record(entry, before, args, kwargs)
         return recorded
 
-    def _find(self, flat_args: list[Any], tree: Any) -> tuple[Capture | None, Snapshot]:
+    def _snapshot(self, args: Any, kwargs: Any) -> Snapshot:
+        """The arguments, the modes of this thread and the state."""
+        flat, tree = tree_flatten((args, kwargs))
+        for arg in flat:
+            if isinstance(arg, torch.Tensor) and (arg.device.type != DEVICE_TYPE or arg.layout is not torch.strided):
+                remedy = "to_dense()" if arg.device.type == DEVICE_TYPE else "to(xla_amp.xla_device())"
+                raise TypeError(
+                    f"a captured step expects dense tensors on {DEVICE_TYPE!r}, got one on {arg.device} (shape "
+                    f"{list(arg.shape)}, {arg.layout}); call tensor.{remedy} before"
+                )
+        entries = [("the structure of its arguments", tree), *_modes()]
+        return self._state.snapshot(entries, [(f"argument {index}", arg) for index, arg in enumerate(flat)])
+
+    def _find(self, args: Any, kwargs: Any) -> tuple[Capture | None, Snapshot]:
         """The capture of a call, a new one if there is none, None beyond the limit; and the state before it."""
-        call = _call(flat_args, tree)
-        before = self._state.snapshot(_others(flat_args), _tensors(flat_args))
-        fitting = [entry for entry in self._cache if entry.matches(call, before)]
+        before = self._snapshot(args, kwargs)
+        fitting = [entry for entry in self._cache if entry.matches(before)]
         if fitting:
             return next((entry for entry in fitting if entry.replay is not None), fitting[0]), before
+        reason = self._cache[-1].difference(before) if self._cache else ""
         if len(self._cache) >= self._limit:
-            if not self._limit_reported:
-                self._limit_reported = True
-                captures = f"it has been captured {len(self._cache)} times, its limit"
-                self._report(f"{captures}; {self._difference(call, before)}")
+            if not self.reasons:
+                self._report(f"it has been captured {len(self._cache)} times, its limit; {reason}")
             return None, before
         if any(entry.replay is not None for entry in self._cache):
-            recompile_reasons.captured_again(events.user_location(), self._difference(call, before))
-        self._cache.append(Capture(call, before))
+            recompile_reasons.captured_again(events.user_location(), reason)
+        self._cache.append(Capture(before))
         return self._cache[-1], before
 
-    def _difference(self, call: list[tuple[str, Any]], now: Snapshot) -> str:
-        """Why a call needs another capture than those that exist."""
-        alike = [entry for entry in self._cache if entry.call == call]
-        if not alike:
-            pairs = zip(self._cache[-1].call, call, strict=False)
-            old, new, text = next((old, new, text) for (_, old), (text, new) in pairs if old != new)
-            return text.format(_described(new), _described(old))
-        change = difference(alike[-1].chunks, now.chunks)
-        if change is not None:
-            return f"Python changes {change}"
-        number = alike[-1].changed_number(now.numbers)
-        if number is None:
-            return "other parameters have a gradient"
-        option, old = now.options[number], alike[-1].numbers[number]
-        return f"Python changes {option.label} from {old!r} to {now.numbers[number]!r}{_remedy(option.owner)}"
-
     @interrupts.deferred
-    def _record(self, entry: Capture | None, before: Snapshot, flat_args: list[Any], args: Any, kwargs: Any) -> Any:
+    def _record(self, entry: Capture | None, before: Snapshot, args: Any, kwargs: Any) -> Any:
         """Calls the step, records its program, and compares it with the last recorded call."""
         if entry is None:
             return self._step(*args, **kwargs)
@@ -395,10 +341,7 @@ class Compiled(Generic[_Arguments, _Result]):
             result = self._step(*args, **kwargs)
             execute.flush()
         try:
-            run.require_one_program()
-            after = self._state.snapshot(_others(flat_args), _tensors(flat_args))
-            _require_unchanged(before, after)
-            result = entry.add(run, result, _tensors(flat_args), after)
+            result = entry.add(run, result, self._snapshot(args, kwargs))
             if entry.replay is not None:
                 self._failures = 0
             self._cache = [each for each in self._cache if each is entry or not entry.covers(each)]
@@ -425,31 +368,8 @@ class Compiled(Generic[_Arguments, _Result]):
         text = f"{self!r} cannot be replayed: {reason}"
         if self._strict:
             raise CaptureError(text)
-        if reason not in self.reasons:
-            self.reasons.append(reason)
-            events.warn(f"{text}. Each call is recorded: correct, but slower")
-
-
-def _require_unchanged(before: Snapshot, after: Snapshot) -> None:
-    """Raises `NotReplayableError` if a call has changed Python values, which a replay would not."""
-    changed = before.difference(after)
-    numbers = zip(before.options, before.numbers, after.numbers, strict=False)
-    changed = changed or next(
-        (f"{each.label} from {old!r} to {new!r}" for each, old, new in numbers if old != new), None
-    )
-    changed = changed or next((label for label, _ in set(before.schedules) ^ set(after.schedules)), None)
-    if changed is not None:
-        raise NotReplayableError(f"it changes {changed}, which a replay would not; do that outside")
-
-
-def _remedy(optimizer: Any) -> str:
-    """What to type for an optimizer whose numbers change."""
-    name = type(optimizer).__name__
-    if getattr(optimizer, "numbers_are_inputs", False):
-        return ""
-    if name in ("SGD", "Adam", "AdamW"):
-        return f"; use xla_amp.syncfree.{name}, whose numbers are inputs of the program"
-    return f"; use {name}(..., lr=torch.tensor(..., device={DEVICE_TYPE!r}), capturable=True)"
+        self.reasons.append(reason)
+        events.warn(f"{text}. Each call is recorded: correct, but slower")
 
 
 def _require_the_lazy_device() -> None:
@@ -457,84 +377,14 @@ def _require_the_lazy_device() -> None:
     base.select().device()
 
 
-def _tensors(flat_args: list[Any]) -> list[torch.Tensor]:
-    return [item for item in flat_args if isinstance(item, torch.Tensor)]
-
-
-def _others(flat_args: list[Any]) -> list[tuple[str, Any]]:
-    """The objects among the arguments that have a state, with the names that messages give them."""
-    return [(f"argument {index}", arg) for index, arg in enumerate(flat_args) if isinstance(arg, STATE)]
-
-
-class _Value:
-    """An argument that is no tensor: equal to one of the same type that says that it is equal."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value.tobytes() if isinstance(value, np.ndarray) else value
-        self.kind = (type(value), value.dtype, value.shape) if isinstance(value, np.ndarray) else type(value)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Value) or self.kind != other.kind:
-            return False
-        if self.value is other.value or self.kind in PLAIN:
-            return self.value is other.value or bool(plain(self.value) == plain(other.value))
-        try:
-            return bool(self.value == other.value)
-        except Exception:
-            return False  # such as a dataclass of tensors
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(self.value)
-
-
-def _call(flat_args: list[Any], tree: Any) -> list[tuple[str, Any]]:
-    """The arguments and modes of a call, each with words for its change."""
-    return [
-        ("the structure of its arguments has changed", tree),
-        *((f"argument {index} is {{}}, {{}} before", each) for index, each in enumerate(_arguments(flat_args))),
-        *(("a mode (grad, autocast, default dtype, policy) is {}, {} before", mode) for mode in _modes()),
-    ]
-
-
-def _arguments(flat_args: list[Any]) -> Iterator[Any]:
-    """What of the arguments shapes the program."""
-    first_uses: dict[int, int] = {}
-    for index, arg in enumerate(flat_args):
-        if not isinstance(arg, torch.Tensor):
-            yield type(arg) if isinstance(arg, STATE) else _Value(arg)
-            continue
-        try:
-            buffer = tensor_io.buffer_of(arg)
-        except (DeviceError, NotImplementedError):  # the latter of one without a storage
-            remedy = "to_dense()" if arg.device.type == DEVICE_TYPE else "to(xla_amp.xla_device())"
-            raise TypeError(
-                f"a captured step expects dense tensors on {DEVICE_TYPE!r}, got one on {arg.device} (shape "
-                f"{list(arg.shape)}, {arg.layout}); call tensor.{remedy} before"
-            ) from None
-        yield (
-            buffer.spec, arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.requires_grad,
-            first_uses.setdefault(id(buffer), index), mesh.active and mesh.sharding_of(buffer),
-        )  # fmt: skip
-
-
-def _described(item: Any) -> str:
-    """A property of a call for messages."""
-    if not isinstance(item, tuple):
-        return repr(item)
-    return ", ".join(str(list(part) if isinstance(part, torch.Size) else part) for part in item[1:6])
-
-
-def _modes() -> Iterator[Any]:
+def _modes() -> Iterator[Entry]:
     """The settings of this thread that shape the program."""
-    yield torch.is_grad_enabled()
-    yield torch.is_inference_mode_enabled()
-    yield torch.get_default_dtype()
-    yield torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE)
     region = regions.current(DEVICE_TYPE)
-    yield region and (region.policy, region.low, region.enabled)
-    yield policies.resolve(_default_policy())
+    low = torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE)
+    yield "the mode of gradients", (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    yield "the default dtype", torch.get_default_dtype()
+    yield "the region", (low, region and (region.policy, region.low, region.enabled))
+    yield "the policy", policies.resolve(_default_policy())
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Record one call of a step: the program that it ran, and where its inputs came from and its results went.
 
-An input is a tensor argument or a tensor of the state, known by its position; or a tensor that is the same one in each
-call; or a value that the host brought, the same in each call.  A result goes to an argument, to a position of the state
-(`Binding`), or is returned.  If two calls agree, the program of a third one is known up to its data.
+An input is a tensor of the snapshot, known by its position; or a tensor that is the same one in each call; or a value
+that the host brought, the same in each call.  A result goes to a position of the snapshot, or is returned.  If two
+calls agree, the program of a third one is known up to its data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from xla_amp.common import events
 from xla_amp.lazy.capture.state import Snapshot, State
-from xla_amp.lazy.capture.values import NotReplayableError
+from xla_amp.lazy.capture.values import NotReplayableError, difference, view
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Buffer, Spec, trace
 from xla_amp.lazy.programs import execute, recompile_reasons
@@ -39,10 +39,7 @@ class HostValue(NamedTuple):
 
 
 Source: TypeAlias = "int | Reference | HostValue | str"
-"""An input: its position, a buffer that is the same in each call, a value from the host; or why a replay has none.
-
-A position counts tensor arguments and tensors of the state; ~n is the gradient of the n-th parameter.
-"""
+"""An input: its position, a buffer that is the same in each call, a value from the host; or why a replay has none."""
 
 
 class Target(NamedTuple):
@@ -52,19 +49,19 @@ class Target(NamedTuple):
     spec: Spec
     number: int
     position: int | None
-    """Of the argument or tensor of the state that had this buffer before the call, too."""
+    """That had this buffer before the call, too."""
     is_new: bool
     """Whether the buffer had no value before."""
 
 
-class Binding(NamedTuple):
-    """A position that has another tensor after the call than before."""
+class Origin(NamedTuple):
+    """Where a tensor that a call binds or returns comes from."""
 
-    position: int
-    source: tuple[str, int] | None
-    """("computed", index of a target) or ("moved", position before the call); None if a gradient was dropped."""
-    geometry: tuple[Any, ...] | None
-    """Dtype, shape, strides and offset; None for all of the buffer."""
+    position: int | None
+    """Before the call."""
+    computed: int | None
+    """Which of the values that it computes."""
+    view: tuple[Any, ...]
 
 
 class Recording:
@@ -76,65 +73,60 @@ class Recording:
         previous: the last call of the same kind.
     """
 
+    parameters: list[Reference]
+    sources: list[Source]
+    """Of each parameter."""
+    held: list[bool]
+    """Which parameters some tensor has at the end."""
+    parameter_numbers: list[int]
+    final_numbers: list[int]
+    """Number of the value that each parameter has at the end."""
+    overwritten: int
+    """How many targets are parameters; they come first."""
+    spent: tuple[int, ...]
+    """Parameters whose arrays the program may take."""
+    donated: tuple[int, ...]
+    """Those whose memory it takes."""
     code: tuple[int, ...]
     count: int
     floats: list[float]
     ints: list[int]
     streams: list[tuple[int, int]]
     end: tuple[int, int]
-    parameters: list[Reference]
-    parameter_numbers: list[int]
-    final_numbers: list[int]
-    """Number of the value that each parameter has at the end."""
-    held: list[bool]
-    """Which parameters some tensor has at the end."""
-    sources: list[Source]
-    """Of each parameter."""
-    overwritten: int
-    """How many targets are parameters; they come first."""
-    program: weakref.ref[XlaProgram]
-    spent: tuple[int, ...]
-    """Parameters whose arrays the program may take."""
-    donated: tuple[int, ...]
-    """Those whose memory it takes."""
-    plain: list[Any]
+    values: list[Any]
     """An entry for each Python value that the call returned."""
 
     def __init__(self, state: State, before: Snapshot, previous: Recording | None) -> None:
-        self._state, self._previous = state, previous
-        self.had, self.had_numbers = before.start()
-        self.options = before.options
+        self._state, self._previous, self._before = state, previous, before
         execute.flush()
-        self._positions: dict[Reference, int] = {}
-        for number, gradient in enumerate(before.gradients):
-            if gradient is not None and gradient.layout is torch.strided and gradient.device.type == DEVICE_TYPE:
-                self._positions[weakref.ref(tensor_io.buffer_of(gradient))] = ~number
-        self._places = list(map(weakref.ref, before.buffers))
-        for position in range(len(self._places) - 1, -1, -1):
-            self._positions[self._places[position]] = position
+        self.first_gradient = len(before.tensors)
+        """Position; those of tensors come first."""
+        self._had = [gradient is not None for gradient in before.gradients]
+        self._places = [None if buffer is None else weakref.ref(buffer) for buffer in before.buffers]
+        self._positions = {place: at for at, place in reversed([*enumerate(self._places)]) if place is not None}
         self.targets: list[Target] = []
-        self.bindings: list[Binding] = []
+        self.bindings: dict[int, Origin | None] = {}
+        """Positions that have another tensor after the call than before; None if a gradient was dropped."""
         self.reads: dict[int, bool] = {}
-        """Gradients whose presence before the call matters -> whether there was one."""
+        """Index of each gradient whose presence before the call matters -> whether there was one."""
         self.numbers: dict[int, frozenset[int]] = {}
         """Index of each lifted float that is an option of an optimizer -> the options with its value."""
-        self.writes_gradients = False
         self._locations: list[str] = []
         """Where the user's code ended each program."""
         self._generators = False
-        self._ranges: list[tuple[Optimizer, int, int]] = []
+        self._steps_of: list[tuple[Optimizer, int, int]] = []
         """Optimizers that stepped, and which lifted floats they recorded."""
         self._obstacle: str | None = None
         before.release()
-        state.forget()
+        state.objects = None
 
     def __enter__(self) -> Recording:
         self.begin = generator.state()
         self._counts = metrics.host_syncs, generator.seedings
-        execute.flush_begins.subscribe(self._before)
-        execute.flush_ends.subscribe(self._after)
+        execute.flush_begins.subscribe(self._flushes)
+        execute.flush_ends.subscribe(self._flushed)
         self._hooks = [
-            torch.nn.modules.module.register_module_forward_pre_hook(self._calls),
+            torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: self._state.saw(module)),
             register_optimizer_step_pre_hook(self._steps),
             register_optimizer_step_post_hook(self._stepped),
         ]
@@ -143,28 +135,24 @@ class Recording:
     def __exit__(self, *_: Any) -> None:
         for hook in self._hooks:
             hook.remove()
-        execute.flush_begins.unsubscribe(self._before)
-        execute.flush_ends.unsubscribe(self._after)
-        self._previous = None
-        self.end = generator.state()
-        self._reads, self._seedings = metrics.host_syncs - self._counts[0], generator.seedings - self._counts[1]
+        execute.flush_begins.unsubscribe(self._flushes)
+        execute.flush_ends.unsubscribe(self._flushed)
+        self._previous, self.end = None, generator.state()
+        self._counts = metrics.host_syncs - self._counts[0], generator.seedings - self._counts[1]
 
     # -- during the call -----------------------------------------------------------------------------------------
-
-    def _calls(self, module: torch.nn.Module, _: Any) -> None:
-        self._state.saw(module)
 
     def _steps(self, optimizer: Optimizer, *_: Any) -> None:
         self._state.saw(optimizer)
         self._obstacle = self._obstacle or _host_state(optimizer)
-        self._ranges.append((optimizer, len(trace.floats), len(trace.floats)))
+        self._steps_of.append((optimizer, len(trace.floats), len(trace.floats)))
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         self._obstacle = self._obstacle or _host_state(optimizer)
-        if self._ranges and self._ranges[-1][0] is optimizer:
-            self._ranges[-1] = optimizer, self._ranges[-1][1], len(trace.floats)
+        if self._steps_of and self._steps_of[-1][0] is optimizer:
+            self._steps_of[-1] = optimizer, self._steps_of[-1][1], len(trace.floats)
 
-    def _before(self, parameters: list[Buffer], held: list[bool]) -> None:
+    def _flushes(self, parameters: list[Buffer], held: list[bool]) -> None:
         """Before a program runs.  Arrays from the host are kept, so that no program takes their memory."""
         self._locations.append(events.user_location())
         self._generators = self._generators or bool(trace.generators)
@@ -173,26 +161,27 @@ class Recording:
 
     def _source(self, slot: int, buffer: Buffer, held: bool) -> Source:
         reference, earlier = weakref.ref(buffer), self._previous
+        known = earlier is not None and slot < len(earlier.sources)
         if (position := self._positions.get(reference)) is not None:
             return position
-        old = None if earlier is None or slot >= len(earlier.sources) else earlier.sources[slot]
         if held or not isinstance(buffer.array, jax.Array):
-            if earlier is not None and slot < len(earlier.parameters) and earlier.parameters[slot] == reference:
+            if earlier is not None and known and earlier.parameters[slot] == reference:
                 return reference
             return (
                 f"it reads a tensor, {buffer.spec}, that is another one in each call, no argument and no state; "
                 "pass it as an argument, or name the object that holds it: compile(step, state=[...])"
             )
-        if earlier is None or (isinstance(old, HostValue) and _same(old.array, buffer.array)):
+        old = earlier.sources[slot] if earlier is not None and known else None
+        if earlier is None or (isinstance(old, HostValue) and _bytes(old.array) == _bytes(buffer.array)):
             return HostValue(buffer.spec, buffer.array)
         return (
             f"it brings a value from the host, {buffer.spec}, that is another in each call; make it a tensor on the "
             "device outside and pass it as an argument"
         )
 
-    def _after(self, program: XlaProgram, code: tuple[int, ...], targets: list[Buffer]) -> None:
+    def _flushed(self, program: XlaProgram, code: tuple[int, ...], targets: list[Buffer]) -> None:
         """After `program` was dispatched."""
-        self.program, self.spent, self.donated = weakref.ref(program), program.key.spent, program.donated
+        self.spent, self.donated = program.key.spent, program.donated
         self.code, self.count, self.ints = code, trace.count, list(trace.ints)
         self.streams = list(trace.streams) or [generator.stream()]
         self.parameters = [weakref.ref(buffer) for buffer in trace.parameters]
@@ -204,129 +193,130 @@ class Recording:
             self.targets.append(Target(reference, each.spec, each.number, position, each.array is None))
         parameters = set(map(id, trace.parameters))
         self.overwritten = sum(id(each) in parameters for each in targets)
+        self._computed = {target.buffer: at for at, target in enumerate(self.targets[self.overwritten :])}
 
     # -- after it ------------------------------------------------------------------------------------------------
-
-    def bound(self) -> list[Binding]:
-        """The bindings to a tensor; that a gradient was dropped depends on whether there was one."""
-        return [each for each in self.bindings if each.source is not None]
-
-    @property
-    def stepped(self) -> bool:
-        """Whether an optimizer has stepped."""
-        return bool(self._ranges)
-
-    def require_one_program(self) -> None:
-        """Checks that a replay can do what the call did.
-
-        Raises:
-            NotReplayableError: there was no program, or more than one, or Python read a value or seeded the generator,
-                or an optimizer computed on the host.
-        """
-        if self._obstacle is not None:
-            raise NotReplayableError(self._obstacle)
-        if not self._locations:
-            raise NotReplayableError("it records nothing on the lazy device")
-        location = self._locations[0]
-        if self._reads:
-            raise NotReplayableError(
-                f"it reads a value on the host at {location} (item(), print, an `if` on a tensor, or a result whose "
-                "size depends on data)"
-            )
-        if len(self._locations) > 1:
-            raise NotReplayableError(f"it ends a step at {location}, so it is more than one program")
-        if self._generators:
-            raise NotReplayableError("it draws from a torch.Generator; draw from the device's own (leave it out)")
-        if self._seedings or self.begin[0] != self.end[0]:
-            raise NotReplayableError("it seeds the random generator; seed it outside")
 
     def resolve(self, after: Snapshot) -> None:
         """Finds where results went, which gradients matter, and which numbers are options of optimizers.
 
         Args:
-            after: the snapshot after the call, equal to the one before in all that is compared.
+            after: the snapshot after the call.
 
         Raises:
-            NotReplayableError: the call binds what a replay cannot.
+            NotReplayableError: there was no program, or more than one, or Python read or changed a value, or the call
+                binds what a replay cannot.
         """
-        found = {target.buffer: index for index, target in enumerate(self.targets)}
-        count = len(after.arguments)
-        for position in range(count, len(after.buffers)):
-            each = after.tensors[position - count]
-            self._bind(position, each.tensor, self._places[position], found, each.label)
-        of_gradients = {~position: buffer for buffer, position in self._positions.items() if position < 0}
-        read = {~source for source in self.sources if isinstance(source, int) and source < 0}
-        for number, (gradient, had) in enumerate(zip(after.gradients, self.had, strict=True)):
-            before = of_gradients.get(number)
-            kept = self._bind(~number, gradient, before, found, "a gradient")
-            touched = before in found if kept else not had
-            if number in read or touched or not (had or gradient is not None):
-                self.reads[number] = had
-        written = [*(target.position for target in self.targets), *(each.position for each in self.bindings)]
-        self.writes_gradients = any(position is not None and position < 0 for position in written)
-        self._match_numbers()
+        obstacle = self._obstacle or self._found_obstacle(after)
+        if obstacle is not None:
+            raise NotReplayableError(obstacle)
+        written, read = {each.buffer for each in self.targets}, {each for each in self.sources if isinstance(each, int)}
+        for at, (before, buffer) in enumerate(zip(self._places, after.buffers, strict=True)):
+            tensor, now = after.tensor(at), None if buffer is None else weakref.ref(buffer)
+            if now != before or (tensor is not None and now is None):
+                self._bind(at, after)
+            if at >= self.first_gradient:
+                had = self._had[at - self.first_gradient]
+                touched = before in written if now == before else not had
+                if at in read or touched or not (had or tensor is not None):
+                    self.reads[at - self.first_gradient] = had
+        self._match_numbers(after)
 
-    def _bind(
-        self,
-        position: int,
-        tensor: torch.Tensor | None,
-        before: Reference | None,
-        found: dict[Reference, int],
-        label: str,
-    ) -> bool:
-        """Notes what is at a position now; returns whether it is what was there before."""
+    def _found_obstacle(self, after: Snapshot) -> str | None:
+        """What Python did in the call that a replay cannot repeat."""
+        if not self._locations:
+            return "it records nothing on the lazy device"
+        location, (reads, seedings) = self._locations[0], self._counts
+        if reads:
+            what = "item(), print, an `if` on a tensor, or a result whose size depends on data"
+            return f"it reads a value on the host at {location} ({what})"
+        if len(self._locations) > 1:
+            return f"it ends a step at {location}, so it is more than one program"
+        if self._generators:
+            return "it draws from a torch.Generator; draw from the device's own (leave it out)"
+        if seedings or self.begin[0] != self.end[0]:
+            return "it seeds the random generator; seed it outside"
+        before = self._before
+        changed = difference(before.unchanged(), after.unchanged())
+        return changed and "it changes {}{}, which a replay would not; do that outside".format(*changed)
+
+    def _bind(self, at: int, after: Snapshot) -> None:
+        """Notes what is at a position now."""
+        tensor, label = after.tensor(at), after.label(at)
         if tensor is None:
-            if before is not None:
-                self.bindings.append(Binding(position, None, None))
-            return before is None
-        if tensor.layout is not torch.strided:
+            self.bindings[at] = None
+            return
+        if tensor.is_sparse:
             raise NotReplayableError(f"it leaves a sparse tensor as {label}; drop it inside (zero_grad())")
-        reference = weakref.ref(tensor_io.buffer_of(tensor))
-        if reference == before:
-            return True
         if tensor.requires_grad:
             raise NotReplayableError(f"it binds {label} to a tensor that requires grad; bind tensor.detach()")
-        index, moved = found.get(reference), self._positions.get(reference)
-        if moved is None and (index is None or index < self.overwritten):
+        self.bindings[at] = origin = self.origin(tensor)
+        if origin is None or after.place(at)[0] is None:
             raise NotReplayableError(f"it binds {label} to a tensor that it neither computes nor finds in its state")
-        source = ("moved", moved) if moved is not None else ("computed", index or 0)
-        self.bindings.append(Binding(position, source, None if tensor_io.is_whole(tensor) else view(tensor)))
-        return False
 
-    def _match_numbers(self) -> None:
+    def origin(self, tensor: torch.Tensor) -> Origin | None:
+        """Where a tensor comes from; None if the call has neither found it in the state nor computed it."""
+        reference = weakref.ref(tensor_io.buffer_of(tensor))
+        position = self._positions.get(reference)
+        computed = None if position is not None else self._computed.get(reference)
+        return None if position is None and computed is None else Origin(position, computed, view(tensor))
+
+    def _match_numbers(self, after: Snapshot) -> None:
         """Finds the lifted floats that the kernels of sync-free optimizers take, by their values."""
-        ranges = [each for each in self._ranges if getattr(each[0], "numbers_are_inputs", False)]
-        for node in nodes(self.code) if ranges else ():
+        for node in nodes(self.code) if after.options else ():
             if not node.instruction.name.startswith("_fused_"):
                 continue
             for index in range(node.floats.start, node.floats.stop):
-                owner = next((owner for owner, begin, end in ranges if begin <= index < end), None)
-                equal = [
-                    number
-                    for number, (option, value) in enumerate(zip(self.options, self.had_numbers, strict=True))
-                    if option.owner is owner and value == self.floats[index] and value
-                ]
+                owner = next((owner for owner, begin, end in self._steps_of if begin <= index < end), None)
+                value = self.floats[index]
+                pairs = enumerate(zip(after.options, self._before.numbers, strict=True))
+                equal = [at for at, (option, number) in pairs if option.owner is owner and number == value != 0]
                 if equal:
                     self.numbers[index] = frozenset(equal)
 
+    def difference(self, other: Recording) -> str | None:
+        """Why another call of this kind does not do the same, None if it does; options of optimizers may differ."""
+        if self.code != other.code:
+            return f"its calls differ: {recompile_reasons.difference(self.code, other.code) or 'another operation'}"
+        if self.ints != other.ints:
+            change = next(f"{a} in one, {b} in the next" for a, b in zip(self.ints, other.ints, strict=True) if a != b)
+            return f"its calls differ: whole numbers in it change from call to call: {change}"
+        if [target.number for target in self.targets] != [target.number for target in other.targets]:
+            return "its calls keep other values alive (a list that grows? gradients not dropped?)"
+        for old, new in zip(self.sources, other.sources, strict=True):
+            if isinstance(new, str):
+                return new
+            if isinstance(new, int) and old != new:
+                return "its calls read different tensors of its state in the same operations"
+        if self.bound() != other.bound():
+            return "its calls bind different tensors of its state"
+        if self.values != other.values:
+            kinds = ", ".join(dict.fromkeys(kind.__name__ for kind, *_ in (*self.values, *other.values)))
+            return (
+                f"it returns a Python value that is another one in each call (among {kinds}); return tensors and "
+                "constants, in tuples, lists and dictionaries"
+            )
+        names = [node.instruction.name for node in nodes(other.code) for _ in range(node.instruction.floats)]
+        for index, (one, two) in enumerate(zip(self.floats, other.floats, strict=True)):
+            if one != two and not self.options(other).get(index):
+                return (
+                    f"Python computes {two!r} for {names[index]}, a number that changes from call to call ({one!r} "
+                    "before); keep it in a tensor on the device, or pass it as one"
+                )
+        return None
 
-def view(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Dtype, shape, strides and offset of a view."""
-    return tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+    def has_stepped(self) -> bool:
+        """Whether an optimizer stepped, or a gradient was written: the backward pass is inside."""
+        written = [*(target.position for target in self.targets), *self.bindings]
+        return bool(self._steps_of) or any(at is not None and at >= self.first_gradient for at in written)
 
+    def bound(self) -> dict[int, Origin]:
+        """The bindings to a tensor; that a gradient was dropped depends on whether there was one."""
+        return {at: origin for at, origin in self.bindings.items() if origin is not None}
 
-def first_difference(one: Recording, other: Recording) -> str | None:
-    """A description of the first difference of two calls' operations, whole numbers and values kept; None if none."""
-    if one.code != other.code:
-        return recompile_reasons.difference(one.code, other.code) or "another operation"
-    if one.ints != other.ints:
-        change = next(f"{a} in one, {b} in the next" for a, b in zip(one.ints, other.ints, strict=True) if a != b)
-        return f"whole numbers in it change from call to call: {change}"
-    if [target.number for target in one.targets] != [target.number for target in other.targets]:
-        return (
-            "the same operations keep other values alive from call to call (a list that grows? gradients not dropped?)"
-        )
-    return None
+    def options(self, other: Recording) -> dict[int, frozenset[int]]:
+        """Which lifted floats are options of optimizers in both calls, as far as the two can tell."""
+        return {at: both for at, one in self.numbers.items() if (both := one & other.numbers.get(at, frozenset()))}
 
 
 def _host_state(optimizer: Optimizer) -> str | None:
@@ -346,6 +336,5 @@ def _host_state(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _same(one: jax.Array, other: jax.Array) -> bool:
-    a, b = np.asarray(one), np.asarray(other)
-    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+def _bytes(array: jax.Array) -> bytes:
+    return np.asarray(array).tobytes()

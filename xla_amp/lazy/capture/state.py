@@ -1,43 +1,35 @@
-"""The state of a captured step: its modules, optimizers and scalers, as values to compare and tensors by position.
+"""The state of a captured step: entries to compare, and tensors by position.
 
-A replay finds each tensor by its position in this list, whatever object holds it now, so checkpoints may be loaded and
-parameters replaced between calls.  A large model has hundreds of modules: an object is read again only if something in
-it was replaced, which is seen by identity, all at once.
+A replay finds each tensor by its position, whatever object holds it now, so checkpoints may be loaded and parameters
+replaced between calls.  A large model has hundreds of modules: modules, optimizers and scalers are read again only if
+something in them was replaced, which is seen by identity, all at once.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from xla_amp.lazy import private_api
-from xla_amp.lazy.capture.values import Keys, Reading, StepNames, Tensor
+from xla_amp.lazy.capture.values import CONTAINERS, NOWHERE, Entry, Place, Reading, StepNames, Tensor, plain
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_MEMBERS: Final = ("_parameters", "_modules", "_buffers")
-_TABLES: Final = (*_MEMBERS, *_HOOKS)
-_SILENT: Final = frozenset(
-    {
-        *_TABLES, "_non_persistent_buffers_set", "_is_full_backward_hook", "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
-        "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-    }
-)  # fmt: skip
-"""Attributes of modules that are read otherwise, or that no step reads."""
-_OF_SCALERS: Final = ("_enabled", "_growth_factor", "_backoff_factor", "_growth_interval", "_min_scale", "_max_scale")
+_HOOKS_OF_STEPS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_SILENT: Final = frozenset({*vars(torch.nn.Module()), "_until_check"} - {"training"})
+"""Attributes of modules and scalers that are read otherwise, or that no step depends on."""
 
 
-class GroupNumber(NamedTuple):
-    """A float among the options of an optimizer."""
+class Option(NamedTuple):
+    """A number of an optimizer that is an input of the program."""
 
     group: dict[str, Any]
     name: str
@@ -47,221 +39,173 @@ class GroupNumber(NamedTuple):
     owner: Optimizer
 
 
-def value_of(option: GroupNumber) -> Any:
+def number_of(option: Option) -> Any:
     """The present value of an option."""
     value = option.group[option.name]
     return value if option.at is None else value[option.at]
 
 
-class _StatePart:
-    """What one object of the state is read as, again only after something in it was replaced.
+class _Objects:
+    """Modules, optimizers and scalers, read in one pass.
 
     Args:
-        owner: the object.
-        label: its name for messages.
+        owners: by id, each with its label.
     """
 
-    def __init__(self, owner: Any, label: str) -> None:
-        self.owner, self.label = owner, label
-        self.forget()
+    def __init__(self, owners: dict[int, tuple[str, Any]]) -> None:
+        self._given = list(owners)
+        self.reading, self.inside = Reading(), Reading()
+        """What was found, and, read at each call, what may change in place: containers and tensors on the host."""
+        self._open: list[tuple[Any, str, Place]] = []
+        self.options: list[Option] = []
+        self.owners: list[Any] = []
+        """All of them, and the modules below."""
+        self._tables: list[dict[Any, Any]] = []
+        self._lists: list[list[Any]] = []
+        """Whose items are compared by identity, as are keys and values of `_tables`."""
+        self._groups: list[tuple[dict[str, Any], list[str]]] = []
+        """Of optimizers, each with the names of its options that are inputs."""
+        waiting, self._known = dict(owners), set[int]()
+        while waiting:
+            key = next(iter(waiting))
+            label, owner = waiting.pop(key)
+            self._known.add(key)
+            read = self._optimizer if isinstance(owner, Optimizer) else self._attributes
+            (self._modules if isinstance(owner, torch.nn.Module) else read)(owner, label)
+            self._look_inside()
+            found = {**self.reading.objects, **self.inside.objects}
+            waiting |= {each: item for each, item in found.items() if each not in self._known}
+        self.buffers = buffers_of(self.reading.tensors)
+        self.parameters = [each.tensor for each in self.reading.tensors if _may_have_gradient(each.tensor)]
+        self._seen = self._now()
 
-    def forget(self) -> None:
-        """Keeps no object alive that a recorded call may replace."""
-        self._seen: list[Any] = []
-        self.buffers: list[Buffer] = []
-        """Of the tensors in `reading`."""
-        self.reading = Reading()
-        self.parameters: list[tuple[torch.Tensor, str, Keys]] = []
-        self.open: list[tuple[Any, str, Keys]] = []
-        """Containers and tensors on the host, which may change in place: read at each call."""
-        self.options: list[GroupNumber] = []
+    def is_current(self, owners: dict[int, tuple[str, Any]]) -> bool:
+        """Whether reading `owners` now would find the same."""
+        now = self._now() if self._given == list(owners) else []
+        if len(now) != len(self._seen) or not all(map(is_, now, self._seen)):
+            return False
+        self._look_inside()
+        same = all(map(is_, buffers_of(self.reading.tensors), self.buffers))
+        return same and self.inside.objects.keys() <= self._known
 
-    def update(self) -> _StatePart:
-        """Reads the object if it has changed."""
-        seen = self._now()
-        if self._seen and len(seen) == len(self._seen) and all(map(is_, seen, self._seen)):
-            buffers = buffers_of(self.reading.tensors)
-            if all(map(is_, buffers, self.buffers)):
-                return self
-        self.forget()
-        self._read()
-        self._seen, self.buffers = self._now(), buffers_of(self.reading.tensors)
-        return self
+    def _look_inside(self) -> None:
+        self.inside = Reading()
+        for value, label, place in self._open:
+            self.inside.add(value, label, place)
 
     def _now(self) -> list[Any]:
         """The objects whose identity says that nothing was replaced."""
-        raise NotImplementedError
+        options = [value for group, inputs in self._groups for name, value in group.items() if name not in inputs]
+        values = itertools.chain(*self._lists, *self._tables, *map(dict.values, self._tables))
+        return [*map(type, self.owners), *values, *options, *map(type, map(number_of, self.options))]
 
-    def _read(self) -> None:
-        raise NotImplementedError
-
-    def _add(self, value: Any, label: str, place: Keys) -> None:
+    def _add(self, value: Any, label: str, place: Place) -> None:
         on_host = isinstance(value, torch.Tensor) and value.device.type != DEVICE_TYPE
-        if on_host or isinstance(value, dict | list | set):
-            self.open.append((value, label, place))
+        if on_host or (isinstance(value, CONTAINERS) and not isinstance(value, tuple)):
+            self._open.append((value, label, place))
         else:
             self.reading.add(value, label, place)
 
-    def _add_parameter(self, value: torch.Tensor | None, label: str, place: Keys) -> None:
-        if value is not None and value.device.type == DEVICE_TYPE:
-            self.parameters.append((value, label, place))
-        else:
-            self._add(value, label, place)
+    def _table(self, table: dict[Any, Any], label: str, silent: frozenset[str] = frozenset()) -> None:
+        self._tables.append(table)
+        for name, value in list(table.items()):
+            if name not in silent:
+                self._add(value, f"{label}.{name}", (table, (name,)))
 
+    def _attributes(self, owner: Any, label: str, hooks: tuple[str, ...] = ()) -> None:
+        space = vars(owner)
+        self.owners.append(owner)
+        self.reading.entries.append((f"the class of {label}", type(owner)))
+        for name in hooks:
+            self._tables.append(space[name])
+            self.reading.entries += [(f"a hook of {label}", hook) for hook in space[name].values()]
+        self._table(space, label, _SILENT | vars(owner).keys() if isinstance(owner, Optimizer) else _SILENT)
 
-class _Module(_StatePart):
-    """A module and all below it."""
+    def _modules(self, owner: torch.nn.Module, label: str) -> None:
+        for path, module in owner.named_modules():
+            name = f"{label}.{path}" if path else label
+            self._attributes(module, name, _HOOKS)
+            self._table(module._parameters, name)
+            self._table(module._buffers, name)
+            self._tables.append(module._modules)
 
-    modules: tuple[torch.nn.Module, ...] = ()
-    _spaces: tuple[dict[str, Any], ...] = ()
-
-    def _now(self) -> list[Any]:
-        tables: list[dict[Any, Any]] = [space[name] for space in self._spaces for name in _TABLES] + list(self._spaces)
-        return [*map(type, self.modules), *itertools.chain(*tables, *map(dict.values, tables))]
-
-    def _read(self) -> None:
-        named = list(self.owner.named_modules())
-        self.modules = tuple(module for _, module in named)
-        self._spaces = tuple(map(vars, self.modules))
-        for path, module in named:
-            label, space = f"{self.label}.{path}" if path else self.label, vars(module)
-            self.reading.compare(type(module), f"the class of {label}")
-            self.reading.compare(tuple(map(tuple, map(space.__getitem__, _MEMBERS))), f"the members of {label}")
-            for name, value in list(space.items()):
-                if name not in _SILENT:
-                    self._add(value, f"{label}.{name}", (space, (name,)))
-            for name, value in space["_parameters"].items():
-                self._add_parameter(value, f"{label}.{name}", (space["_parameters"], (name,)))
-            for name, value in space["_buffers"].items():
-                self._add(value, f"{label}.{name}", (space["_buffers"], (name,)))
-            for name in _HOOKS:
-                for hook in space[name].values():
-                    self.reading.compare(hook, f"a hook of {label}")
-
-
-class _Optimizer(_StatePart):
-    """An optimizer: options, hooks, parameters, and its state in the order of the parameters."""
-
-    owner: Optimizer
-
-    def _now(self) -> list[Any]:
-        groups, states = self.owner.param_groups, [each for each in self.owner.state.values() if isinstance(each, dict)]
-        floats = {(id(group), name) for group, name, *_ in self.options}
-        fixed = [v for group in groups for name, v in group.items() if (id(group), name) not in floats]
-        numbers = map(type, map(value_of, self.options))
-        hooks = self.owner._optimizer_step_pre_hooks, self.owner._optimizer_step_post_hooks
-        tables = itertools.chain(*states, *(each.values() for each in (*states, *hooks)))
-        return [*groups, *fixed, *numbers, *itertools.chain(*(group["params"] for group in groups)), *states, *tables]
-
-    def _read(self) -> None:
-        owner, label = self.owner, self.label
-        self.reading.compare(type(owner), f"the class of {label}")
-        for hook in (*owner._optimizer_step_pre_hooks.values(), *owner._optimizer_step_post_hooks.values()):
-            self.reading.compare(hook, f"a hook of {label}")
+    def _optimizer(self, owner: Optimizer, label: str) -> None:
+        """Options, hooks, parameters, and the state in the order of the parameters."""
+        self._attributes(owner, label, _HOOKS_OF_STEPS)
+        self._tables.append(owner.state)
+        self._lists.append(owner.param_groups)
         for number, group in enumerate(owner.param_groups):
-            self.reading.compare(tuple(group), f"the options of {label}.param_groups[{number}]")
+            inputs = [name for name, value in group.items() if _are_inputs(owner, value)]
+            self._groups.append((group, inputs))
+            self._lists.append(group["params"])
             for name, value in group.items():
-                if name not in ("params", "param_names"):
-                    self._option(group, name, value, f"{label}.param_groups[{number}][{name!r}]")
+                of_option = f"{label}.param_groups[{number}][{name!r}]"
+                if name in inputs:
+                    indices = range(len(value)) if isinstance(value, tuple) else (None,)
+                    self.options += [Option(group, name, index, of_option, owner) for index in indices]
+                elif name not in ("params", "param_names"):
+                    self._add(value, of_option + _remedy(owner, value), (group, (name,)))
             for index, parameter in enumerate(group["params"]):
-                where = f"{label}.param_groups[{number}]['params'][{index}]"
-                self._add_parameter(parameter, where, (group["params"], (index,)))
-                state = owner.state.get(parameter, {})
-                self.reading.compare(tuple(state), f"the state of {where}")
-                for name, value in state.items():
-                    self._add(value, f"the {name!r} of {where}", (state, (name,)))
-
-    def _option(self, group: dict[str, Any], name: str, value: Any, label: str) -> None:
-        items = list(enumerate(value)) if isinstance(value, tuple) else [(None, value)]
-        if not all(type(item) is float for _, item in items):
-            self._add(value, label, (group, (name,)))
-            return
-        self.reading.compare(len(items), label)
-        self.options += [GroupNumber(group, name, index, label, self.owner) for index, _ in items]
+                name = f"{label}.param_groups[{number}]['params'][{index}]"
+                self._add(parameter, name, (group["params"], (index,)))
+                self._table(owner.state.get(parameter, {}), f"the state of {name}")
 
 
-class _Scaler(_StatePart):
-    """A loss scaler."""
-
-    def _now(self) -> list[Any]:
-        space = vars(self.owner)
-        stages = [state["stage"] for state in space["_per_optimizer_states"].values()]
-        return [*map(space.get, (*_OF_SCALERS, "_scale", "_growth_tracker")), *(space.get("_counters") or ()), *stages]
-
-    def _read(self) -> None:
-        space = vars(self.owner)
-        for name in _OF_SCALERS:
-            self.reading.add(space.get(name), f"{self.label}.{name.strip('_')}", (space, (name,)))
-        for name in ("_scale", "_growth_tracker", "_counters"):
-            self.reading.add(space.get(name), f"{self.label}.{name.strip('_')}", (space, (name,)))
-        stages = [state["stage"] for state in space["_per_optimizer_states"].values()]
-        self.reading.compare(stages, f"the optimizers that {self.label} has unscaled or stepped since its update()")
+def _are_inputs(optimizer: Optimizer, value: Any) -> bool:
+    """Whether an option is given as numbers that an optimizer takes as inputs of the program."""
+    numbers = value if isinstance(value, tuple) else (value,)
+    return getattr(optimizer, "numbers_are_inputs", False) and all(type(number) is float for number in numbers)
 
 
-_PARTS: Final = ((torch.nn.Module, _Module), (Optimizer, _Optimizer), (torch.amp.GradScaler, _Scaler))
+def _remedy(optimizer: Optimizer, value: Any) -> str:
+    """What to type for an option that is a number and changes."""
+    name = type(optimizer).__name__
+    if type(value) is not float or getattr(optimizer, "numbers_are_inputs", False):
+        return ""
+    if name in ("SGD", "Adam", "AdamW"):
+        return f" (use xla_amp.syncfree.{name}, whose numbers are inputs of the program)"
+    return f" (use {name}(..., lr=torch.tensor(..., device={DEVICE_TYPE!r}), capturable=True))"
 
 
 class Snapshot:
-    """The state at one call: what is compared, and the tensors by position."""
+    """The state at one call, and its arguments: what is compared, and the tensors by position."""
 
-    def __init__(self) -> None:
-        self.chunks: list[tuple[list[str], list[Any]]] = []
-        """Labels and values; lists of objects that have not changed are the same ones."""
-        self.tensors: list[Tensor] = []
-        self.parameters: list[torch.Tensor] = []
-        """The tensors that may have a gradient."""
-        self.gradients: list[torch.Tensor | None] = []
-        self.options: list[GroupNumber] = []
-        self.numbers: list[float] = []
-        """The values of `options`."""
-        self.arguments: list[Buffer] = []
-        """Buffers of the tensor arguments."""
-        self.buffers: list[Buffer] = []
-        """Those, then of `tensors`."""
-        self.schedules: list[tuple[str, int]] = []
+    entries: list[Entry]
+    """What calls of one capture have in common; those of objects that have not changed are the same tuples."""
+    schedules: list[Entry]
+    tensors: list[Tensor]
+    """Arguments first."""
+    parameters: list[torch.Tensor]
+    """The tensors that may have a gradient."""
+    gradients: list[torch.Tensor | None]
+    buffers: list[Buffer | None]
+    """By position: of `tensors`, then of `gradients`."""
+    options: list[Option]
+    numbers: list[float]
+    """The values of `options`."""
 
-    def values(self) -> list[list[Any]]:
-        """What two calls must have in common for one capture."""
-        return [values for _, values in self.chunks]
+    def tensor(self, at: int) -> torch.Tensor | None:
+        """The tensor at a position."""
+        count = len(self.tensors)
+        return self.tensors[at].tensor if at < count else self.gradients[at - count]
 
-    def start(self) -> tuple[list[bool], list[float]]:
-        """What matters as far as the step reads it: which gradients there are, and the hyperparameters."""
-        return [gradient is not None for gradient in self.gradients], self.numbers
+    def place(self, at: int) -> Place:
+        """Where a tensor is bound."""
+        count = len(self.tensors)
+        return self.tensors[at].place if at < count else (self.parameters[at - count], ("grad",))
+
+    def label(self, at: int) -> str:
+        """What a position is called."""
+        return self.tensors[at].label if at < len(self.tensors) else "a gradient"
+
+    def unchanged(self) -> list[Entry]:
+        """What a call may not change: a gradient may go or come."""
+        numbers = zip(self.options, self.numbers, strict=True)
+        return [*self.entries[:-1], *((option.label, plain(number)) for option, number in numbers), *self.schedules]
 
     def release(self) -> None:
         """Keeps no tensor alive."""
-        self.tensors, self.parameters, self.gradients, self.buffers, self.arguments = [], [], [], [], []
-
-    def difference(self, after: Snapshot) -> str | None:
-        """A description of the first value that differs from a later one; None if none does."""
-        return difference(self.chunks, after.chunks)
-
-
-Chunks: TypeAlias = list[tuple[list[str], list[Any]]]
-"""Labels and values; lists of what has not changed are the same ones, so that comparing them is fast."""
-
-
-def difference(old: Chunks, new: Chunks) -> str | None:
-    """A description of the first value that differs; None if none does."""
-    if [values for _, values in old] == [values for _, values in new]:
-        return None
-    pairs = ([(label, value) for chunk in chunks for label, value in zip(*chunk, strict=True)] for chunks in (old, new))
-    for (before, one), (label, other) in zip(*pairs, strict=False):
-        if before != label:
-            return str(label)
-        if one != other:
-            return f"{label}{_change(one, other)}"
-    return "which values it names"
-
-
-def _change(old: Any, new: Any) -> str:
-    both = (old, new)
-    if all(type(each) is tuple and len(each) == 2 and isinstance(each[0], type) for each in both):
-        (kind, before), (_, now) = both
-        if isinstance(before, tuple) and isinstance(now, tuple):
-            return f" (a {kind.__name__}) from {len(before)} to {len(now)} items" if len(before) != len(now) else ""
-        return f" from {before!r} to {now!r}"
-    return ""
+        self.tensors, self.parameters, self.gradients, self.buffers = [], [], [], []
 
 
 class State:
@@ -274,125 +218,65 @@ class State:
 
     def __init__(self, step: Callable[..., Any], declared: Iterable[Any]) -> None:
         self._scope, self._declared = StepNames(step), list(declared)
-        self._parts: dict[int, _StatePart] = {}
-        self._seen: list[weakref.ref[Any]] = []
-        self._joined: _Joined | None = None
+        self.objects: _Objects | None = None
+        """As they were last read; None keeps none alive that a recorded call may replace."""
+        self._known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        """Models and optimizers -> whether a recorded call has used one that nothing else names."""
 
     def saw(self, owner: Any) -> None:
         """Adds a model that a recorded call has called, or an optimizer that has stepped."""
-        modules = [part.modules for part in self._parts.values() if isinstance(part, _Module)]
-        known = [*(part.owner for part in self._parts.values()), *itertools.chain(*modules)]
-        if not any(owner is each for each in (*known, *(reference() for reference in self._seen))):
-            self._seen.append(weakref.ref(owner))
+        if owner not in self._known:
+            for each in owner.modules() if isinstance(owner, torch.nn.Module) else ():
+                self._known.setdefault(each, False)
+            self._known[owner] = True
 
-    def owners(self) -> list[Any]:
-        """Optimizers and scalers."""
-        return [part.owner for part in self._parts.values() if not isinstance(part, _Module)]
-
-    def forget(self) -> None:
-        """Keeps no object alive that a recorded call may replace."""
-        for part in self._parts.values():
-            part.forget()
-        self._joined = None
-
-    def snapshot(self, others: Iterable[tuple[str, Any]], arguments: list[torch.Tensor]) -> Snapshot:
-        """Reads the state.
+    def snapshot(self, entries: list[Entry], arguments: list[tuple[str, Any]]) -> Snapshot:
+        """Reads the state and the arguments.
 
         Args:
-            others: arguments that are no tensors, with their labels.
-            arguments: tensor arguments.
+            entries: what else is compared, first.
+            arguments: in order, with their labels.
         """
-        reading = Reading()
+        given, reading = Reading(), Reading()
+        for label, value in arguments:
+            if not given.look(value, label, NOWHERE, ()):
+                given.entries.append((label, (type(value), value)))
         for index, each in enumerate(self._declared):
             reading.look(each, f"state[{index}]", (self._declared, (index,)), ())
-        self._scope.read(reading)
-        for label, value in others:
-            reading.add(value, label, (None, ()), named=False)
-        for reference in self._seen:
-            if (owner := reference()) is not None:
-                reading.add(owner, f"the {type(owner).__name__} that it calls", (None, ()))
-        parts = self._update(reading)
-        joined = self._joined
-        if joined is None or not joined.holds(parts):
-            joined = self._joined = _Joined(parts)
-        for part in parts:
-            for value, label, place in part.open:
-                reading.add(value, label, place)
-        loose = [each for each in (*(each.tensor for each in reading.tensors), *arguments) if _has_gradient(each)]
-        known = set(map(id, joined.parameters)) if loose else set()
-        found = Snapshot()
-        found.tensors = [*joined.tensors, *reading.tensors]
-        found.parameters = [*joined.parameters, *(each for each in dict.fromkeys(loose) if id(each) not in known)]
-        found.gradients = [parameter.grad for parameter in found.parameters]
-        found.options, found.numbers = joined.options, list(map(value_of, joined.options))
-        found.schedules = [(label, schedule.last_epoch) for label, schedule in reading.schedules]
-        found.arguments = list(map(tensor_io.buffer_of, arguments))
-        found.buffers = [*found.arguments, *joined.buffers, *buffers_of(reading.tensors)]
-        first: dict[Buffer, int] = {}
-        hooks = [(each._backward_hooks, each._post_accumulate_grad_hooks) for each in found.parameters]
-        found.chunks = [
-            *joined.chunks,
-            (reading.labels, reading.values),
-            (
-                [
-                    "which tensors share memory",
-                    "which parameters require a gradient",
-                    "hooks of its parameters",
-                    "hooks of all modules",
-                ],
-                [
-                    list(map(first.setdefault, found.buffers, itertools.count())),
-                    list(map(_requires_grad, found.parameters)),
-                    [[tuple(each.values()) if each else () for each in pair] for pair in hooks]
-                    if any(itertools.chain(*hooks))
-                    else [],
-                    [hook for hook in private_api.hooks_of_all_modules() if not _is_ours(hook)],
-                ],
-            ),
+        for value, label, place in self._scope.bound():
+            reading.look(value, label, place, self._scope.names)
+        for owner, is_used in self._known.items():
+            if is_used:
+                reading.add(owner, f"the {type(owner).__name__} that it calls", NOWHERE)
+        objects, owners = self.objects, {**given.objects, **reading.objects}
+        if objects is None or not objects.is_current(owners):
+            objects = self.objects = _Objects(owners)
+            for each in objects.owners:
+                self._known.setdefault(each, False)
+        readings = (given, reading, objects.inside)
+        fresh = [each for found in readings for each in found.tensors]
+        now = Snapshot()
+        now.tensors = [*fresh, *objects.reading.tensors]
+        loose = (each.tensor for each in fresh if _may_have_gradient(each.tensor))
+        now.parameters = list(dict.fromkeys([*objects.parameters, *loose]))
+        now.gradients = [parameter.grad for parameter in now.parameters]
+        of_tensors = [*buffers_of(fresh), *objects.buffers]
+        of_gradients = [None if each is None or each.is_sparse else tensor_io.buffer_of(each) for each in now.gradients]
+        now.buffers = [*of_tensors, *of_gradients]
+        now.options, now.numbers = objects.options, list(map(number_of, objects.options))
+        now.schedules = [entry for found in readings for entry in found.schedules]
+        hooks = [(each._backward_hooks, each._post_accumulate_grad_hooks) for each in now.parameters]
+        now.entries = [
+            *entries,
+            *(entry for found in readings for entry in found.entries),
+            *objects.reading.entries,
+            ("which tensors share memory", _shared(of_tensors)),
+            ("which parameters require a gradient", list(map(_requires_grad, now.parameters))),
+            ("hooks of its parameters", [[*each.values()] for pair in hooks for each in pair if each]),
+            ("hooks of all modules", [hook for hook in private_api.hooks_of_all_modules() if not _is_ours(hook)]),
+            ("which gradients share memory", _shared(now.buffers)),
         ]
-        return found
-
-    def _update(self, reading: Reading) -> list[_StatePart]:
-        """The parts of the objects that were found, modules first, up to date."""
-        waiting, parts = dict(reading.objects), dict[int, _StatePart]()
-        while waiting:
-            key, (label, owner) = waiting.popitem()
-            part = self._parts.get(key) or next(make for kind, make in _PARTS if isinstance(owner, kind))(owner, label)
-            parts[key] = part.update()
-            waiting.update({each: found for each, found in part.reading.objects.items() if each not in parts})
-        self._parts = parts
-        return sorted(parts.values(), key=lambda part: not isinstance(part, _Module))
-
-
-class _Joined:
-    """All parts together, with each parameter once."""
-
-    def __init__(self, parts: list[_StatePart]) -> None:
-        self._readings = [part.reading for part in parts]
-        self.parameters: list[torch.Tensor] = []
-        self.chunks: Chunks = [(reading.labels, reading.values) for reading in self._readings]
-        index: dict[int, int] = {}
-        own = Reading()
-        for part in parts:
-            for parameter, label, place in part.parameters:
-                if id(parameter) not in index:
-                    index[id(parameter)] = len(index)
-                    self.parameters.append(parameter)
-                    own.add(parameter, label, place)
-            labels = [label for _, label, _ in part.parameters]
-            self.chunks.append((labels, [index[id(parameter)] for parameter, *_ in part.parameters]))
-        self.chunks.append((own.labels, own.values))
-        self._own = own.tensors
-        self._buffers = buffers_of(own.tensors)
-        self.tensors = [each for reading in (*self._readings, own) for each in reading.tensors]
-        self.buffers = [*itertools.chain(*(part.buffers for part in parts)), *self._buffers]
-        self.options = [each for part in parts for each in part.options]
-
-    def holds(self, parts: list[_StatePart]) -> bool:
-        """Whether this is what `parts` are now."""
-        readings = [part.reading for part in parts]
-        same = len(readings) == len(self._readings) and all(map(is_, readings, self._readings))
-        return same and all(map(is_, buffers_of(self._own), self._buffers))
+        return now
 
 
 _storage = attrgetter("_xla_amp")
@@ -402,8 +286,14 @@ _requires_grad = attrgetter("requires_grad")
 
 def buffers_of(tensors: list[Tensor]) -> list[Buffer]:
     """The buffers of tensors on the device."""
-    found = list(map(_storage, map(torch.Tensor.untyped_storage, map(_tensor, tensors))))
-    return [tensor_io.buffer_of(each.tensor) for each in tensors] if None in found else found
+    return list(map(_storage, map(torch.Tensor.untyped_storage, map(_tensor, tensors))))
+
+
+def _shared(buffers: Sequence[Buffer | None]) -> list[tuple[int, int]]:
+    """The positions of buffers that are at an earlier position too, each with the first."""
+    firsts: dict[Buffer | None, int] = {}
+    found = list(map(firsts.setdefault, buffers, itertools.count()))
+    return [(at, first) for at, first in enumerate(found) if at != first and buffers[at] is not None]
 
 
 def _is_ours(hook: Any) -> bool:
@@ -411,5 +301,5 @@ def _is_ours(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("xla_amp.")
 
 
-def _has_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and tensor.is_leaf
+def _may_have_gradient(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)

@@ -13,13 +13,16 @@ import enum
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from xla_amp.lazy.programs import mesh
+from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 MOST: Final = 1000
@@ -30,14 +33,19 @@ PLAIN: Final = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
 )
 STATE: Final = (torch.nn.Module, Optimizer, torch.amp.GradScaler)
+CONTAINERS: Final = (dict, list, tuple, set, frozenset, collections.deque)
 _NAMED: Final = (enum.Enum, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 """Compared by ``==``, which is identity for functions and classes."""
-_CONTAINERS: Final = (dict, list, tuple, set, frozenset, collections.deque)
+_WHOLE: Final = (*STATE, *CONTAINERS, torch.Tensor, *_NAMED[:-1])
+"""What has no attributes that a step could name as values."""
 _LIBRARIES: Final = frozenset({"torch", "jax", "jaxlib", "numpy", "xla_amp"})
 """Packages whose modules hold no value of the user."""
 
-Keys: TypeAlias = tuple[Any, tuple[Any, ...]]
-"""Where a value is: a dict, list or cell, and the keys that lead to it from there."""
+Entry: TypeAlias = tuple[str, Any]
+"""What a value is called in messages, and what it is compared by."""
+Place: TypeAlias = tuple[Any, tuple[Any, ...]]
+"""Where a value is: a dict, list, cell or (for its gradient) parameter, and the keys that lead to it from there."""
+NOWHERE: Final[Place] = (None, ())
 
 
 class NotReplayableError(Exception):
@@ -49,114 +57,139 @@ class Tensor(NamedTuple):
 
     tensor: torch.Tensor
     label: str
-    place: Keys
+    place: Place
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any) -> tuple[type, str]:
     """What a plain value is compared by; 0.0 and -0.0 differ, as do 2, 2.0 and True."""
-    return type(value), value if value and value == value else repr(value)
+    return type(value), repr(value)
+
+
+def difference(old: list[Entry], new: list[Entry]) -> tuple[str, str] | None:
+    """The label of the first entry that differs, and what has changed in it; None if none does."""
+    for (before, one), (label, other) in zip(old, new, strict=False):
+        if before != label:
+            return label, ""
+        if not same(one, other):
+            how = f" from {_text(one)} to {_text(other)}"
+            return label, how if len(how) < 200 else ""
+    return None if len(old) == len(new) else ("what it names", "")
+
+
+def _text(value: Any) -> str:
+    is_plain = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type)
+    return str(value[1] if is_plain else value).replace("torch.", "")
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal; such as a dataclass of tensors cannot tell."""
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
 
 
 class Reading:
     """What one pass has found."""
 
     def __init__(self) -> None:
-        self.values: list[Any] = []
-        self.labels: list[str] = []
-        """What each value is called in messages."""
+        self.entries: list[Entry] = []
         self.tensors: list[Tensor] = []
         self.objects: dict[int, tuple[str, Any]] = {}
         """Modules, optimizers and scalers by id, each with its label."""
-        self.schedules: list[tuple[str, Any]] = []
-        """Learning-rate schedules, with their labels."""
+        self.schedules: list[Entry] = []
+        """The counts of learning-rate schedules, which may change between calls and not in a call."""
 
-    def compare(self, value: Any, label: str) -> None:
-        """Adds a value to compare."""
-        self.values.append(value)
-        self.labels.append(label)
-
-    def add(self, value: Any, label: str, place: Keys, named: bool = True) -> None:
-        """Adds a value as what it is; unless `named`, its tensors and objects only."""
+    def add(self, value: Any, label: str, place: Place, named: bool = True) -> bool:
+        """Adds a value as what it is, unless `named` its tensors and objects only; returns whether it is compared."""
         kind = type(value)
+        compared: Any = None
         if kind in PLAIN:
-            if named:
-                self.compare(plain(value), label)
-        elif isinstance(value, torch.Tensor):
-            self._tensor(value, label, place, named)
+            compared = plain(value)
         elif isinstance(value, STATE):
             self.objects.setdefault(id(value), (label, value))
-        elif isinstance(value, _CONTAINERS):
-            self._container(value, label, place, named)
-        elif named and isinstance(value, _NAMED):
-            self.compare(value, label)
-        elif named and isinstance(value, np.ndarray | np.generic) and value.nbytes <= LARGEST:
-            self.compare((value.dtype, value.shape, value.tobytes()), label)
-
-    def _tensor(self, value: torch.Tensor, label: str, place: Keys, named: bool) -> None:
-        if value.layout is not torch.strided:
-            return
-        if value.device.type == DEVICE_TYPE:
-            self.compare(geometry(value), label)
+            return True
+        elif isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE and value.layout is torch.strided:
+            self.entries.append((label, geometry(value)))
             self.tensors.append(Tensor(value, label, place))
-        elif named and value.device.type == "cpu" and value.nbytes <= LARGEST:
-            memory = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-            self.compare((value.dtype, value.shape, memory.numpy().tobytes()), label)
+            return True
+        elif isinstance(value, CONTAINERS) and len(value) <= MOST:
+            compared = self._container(value, label, place, named)
+        elif isinstance(value, _NAMED):
+            compared = value
+        elif isinstance(value, np.ndarray | np.generic | torch.Tensor):
+            compared = _on_host(value) if named else None
+        elif isinstance(value, LRScheduler):
+            self.schedules.append((f"{label}.last_epoch", value.last_epoch))
+        if named and compared is not None:
+            self.entries.append((label, compared))
+        return compared is not None
 
-    def _container(self, value: Any, label: str, place: Keys, named: bool) -> None:
+    def _container(self, value: Any, label: str, place: Place, named: bool) -> Any:
         kind = type(value)
-        if len(value) > MOST:
-            return
         if isinstance(value, set | frozenset):
-            if named:
-                self.compare((kind, frozenset(plain(item) for item in value if type(item) in PLAIN)), label)
-            return
+            return kind, frozenset(plain(item) for item in value if type(item) in PLAIN)
         pairs = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-        if named:
-            self.compare((kind, tuple([plain(key) if type(key) in PLAIN else type(key) for key, _ in pairs])), label)
         holder, path = place
         for key, item in pairs:
             self.add(item, f"{label}[{key!r}]" if named else label, (holder, (*path, key)), named)
+        return kind, tuple([repr(key) if type(key) in PLAIN else type(key) for key, _ in pairs])
 
-    def look(self, value: Any, label: str, place: Keys, names: tuple[str, ...]) -> None:
-        """Adds what a name is bound to; of another object its attributes: values by `names`, state by any name."""
-        self.add(value, label, place)
-        if type(value) in PLAIN or isinstance(value, (*STATE, *_CONTAINERS, torch.Tensor, *_NAMED[:-1])):
-            return
-        if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-            self.schedules.append((label, value))
+    def look(self, value: Any, label: str, place: Place, names: tuple[str, ...]) -> bool:
+        """`add`, and of another object its attributes: values by `names`, state by any name."""
+        compared = self.add(value, label, place)
+        if type(value) in PLAIN or isinstance(value, _WHOLE):
+            return compared
         space = getattr(value, "__dict__", {})
         if isinstance(value, types.ModuleType):
-            if value.__name__.partition(".")[0] in _LIBRARIES:
-                return
-            found: Iterable[str] = [name for name in names if name in space]
+            library = value.__name__.partition(".")[0] in _LIBRARIES
+            found = () if library else [name for name in names if name in space]
         else:
-            found = space if isinstance(space, dict) else ()  # of a class it is a view
-        for name in list(found):
+            found = list(space) if isinstance(space, dict) else ()  # of a class it is a view
+            for name in _of_class(value if isinstance(value, type) else type(value), names):
+                if name not in found:
+                    self.add(getattr(value, name, None), f"{label}.{name}", NOWHERE)
+        for name in found:
             self.add(space[name], f"{label}.{name}", (space, (name,)), name in names)
-        kind = value if isinstance(value, type) else type(value)
-        for name in () if isinstance(value, types.ModuleType) else _of_class(kind, names):
-            if name not in found:
-                item = getattr(value, name, None)
-                self.add(item, f"{label}.{name}", (None, ()), type(item) in PLAIN or isinstance(item, _CONTAINERS))
+        return compared
+
+
+def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What of a tensor on the device shapes a program."""
+    buffer = tensor_io.buffer_of(tensor)
+    shards = mesh.active and mesh.sharding_of(buffer)
+    return *view(tensor), buffer.spec, shards
+
+
+def view(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Dtype, shape, strides and offset."""
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def _on_host(value: Any) -> Any:
+    on_cpu = not isinstance(value, torch.Tensor) or (value.device.type == "cpu" and value.layout is torch.strided)
+    if not on_cpu or value.nbytes > LARGEST:
+        return None
+    if not isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.tobytes()
+    memory = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return value.dtype, value.shape, memory.numpy().tobytes()
 
 
 @functools.lru_cache(maxsize=1024)
 def _of_class(kind: type, names: tuple[str, ...]) -> tuple[str, ...]:
     """The names that are plain values, containers or slots of a class; reading another could run code."""
-    held: Any = (*PLAIN, *_CONTAINERS, types.MemberDescriptorType)
+    held: Any = (*PLAIN, *CONTAINERS, types.MemberDescriptorType)
     spaces = [vars(base) for base in kind.__mro__ if base is not object]
     return tuple(n for n in names if isinstance(next((s[n] for s in spaces if n in s), _of_class), held))
 
 
-def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What of a tensor shapes a program."""
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
-
-
-def put(place: Keys, value: Any) -> None:
+def put(place: Place, value: torch.Tensor | None) -> None:
     """Binds `value` where a tensor is."""
     holder, path = place
-    if isinstance(holder, types.CellType):
+    if isinstance(holder, torch.Tensor):
+        holder.grad = value
+    elif isinstance(holder, types.CellType):
         holder.cell_contents = _with(holder.cell_contents, path[1:], value)
     else:
         _with(holder, path, value)
@@ -203,28 +236,21 @@ class StepNames:
                     return
                 step = call
 
-    def read(self, reading: Reading) -> None:
-        """Adds what the names are bound to."""
-        for label, value, place in self._bound():
-            reading.look(value, label, place, self.names)
-
-    def _bound(self) -> Iterator[tuple[str, Any, Keys]]:
-        for label, owner in self._owners:
-            yield label, owner, (None, ())
+    def bound(self) -> Iterator[tuple[Any, str, Place]]:
+        """What the names are bound to, each with its label and place."""
+        yield from ((owner, label, NOWHERE) for label, owner in self._owners)
         function = self._function
         if function is None:
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
-                yield name, cell.cell_contents, (cell, (None,))
+                yield cell.cell_contents, name, (cell, (None,))
             except ValueError:  # assigned later
                 continue
         space = function.__globals__
-        for name in self.names:
-            if name in space:
-                yield name, space[name], (space, (name,))
+        yield from ((space[name], name, (space, (name,))) for name in self.names if name in space)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            yield "a default of the step", value, (None, ())
+            yield value, "a default of the step", NOWHERE
 
 
 @functools.lru_cache(maxsize=1024)

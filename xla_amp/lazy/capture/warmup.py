@@ -23,7 +23,7 @@ def restored_state(owners: list[Any], parameters: list[torch.Tensor]) -> Iterato
     """Restores gradients, optimizers, scalers, tensors and the random state after trial calls of a step.
 
     Args:
-        owners: optimizers and scalers of its state.
+        owners: modules, optimizers and scalers of its state.
         parameters: of its state.
 
     Raises:
