@@ -278,7 +278,7 @@ def training(optimizer, more=lambda: None, times=1):
 
 def host_state(device):
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2, device=device))])
-    return training(optimizer), "Adam keeps its 'step' on the host; use .*xla_amp.syncfree"
+    return training(optimizer), r"changes the 'step' of .* \(on the host; use xla_amp\.syncfree\.Adam\) from .* to "
 
 
 def rate_inside(device):

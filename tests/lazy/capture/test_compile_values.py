@@ -249,6 +249,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_change_of_the_state_counts(name, device):
     def train(wrap):

@@ -25,7 +25,6 @@ from xla_amp.lazy.programs import execute, recompile_reasons
 from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io
-from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import generator
 
 Reference: TypeAlias = "weakref.ref[Buffer]"
@@ -116,7 +115,6 @@ class Recording:
         self._generators = False
         self._steps_of: list[tuple[Optimizer, int, int]] = []
         """Optimizers that stepped, and which lifted floats they recorded."""
-        self._obstacle: str | None = None
         before.release()
         state.objects = None
 
@@ -144,11 +142,9 @@ class Recording:
 
     def _steps(self, optimizer: Optimizer, *_: Any) -> None:
         self._state.saw(optimizer)
-        self._obstacle = self._obstacle or _host_state(optimizer)
         self._steps_of.append((optimizer, len(trace.floats), len(trace.floats)))
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        self._obstacle = self._obstacle or _host_state(optimizer)
         if self._steps_of and self._steps_of[-1][0] is optimizer:
             self._steps_of[-1] = optimizer, self._steps_of[-1][1], len(trace.floats)
 
@@ -207,7 +203,7 @@ class Recording:
             NotReplayableError: there was no program, or more than one, or Python read or changed a value, or the call
                 binds what a replay cannot.
         """
-        obstacle = self._obstacle or self._found_obstacle(after)
+        obstacle = self._obstacle(after)
         if obstacle is not None:
             raise NotReplayableError(obstacle)
         written, read = {each.buffer for each in self.targets}, {each for each in self.sources if isinstance(each, int)}
@@ -222,7 +218,7 @@ class Recording:
                     self.reads[at - self.first_gradient] = had
         self._match_numbers(after)
 
-    def _found_obstacle(self, after: Snapshot) -> str | None:
+    def _obstacle(self, after: Snapshot) -> str | None:
         """What Python did in the call that a replay cannot repeat."""
         if not self._locations:
             return "it records nothing on the lazy device"
@@ -317,23 +313,6 @@ class Recording:
     def options(self, other: Recording) -> dict[int, frozenset[int]]:
         """Which lifted floats are options of optimizers in both calls, as far as the two can tell."""
         return {at: both for at, one in self.numbers.items() if (both := one & other.numbers.get(at, frozenset()))}
-
-
-def _host_state(optimizer: Optimizer) -> str | None:
-    """A description of state or options with which the optimizer computes on the host."""
-    name = type(optimizer).__name__
-    for state in optimizer.state.values():
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if type(value) in (int, float) or (isinstance(value, torch.Tensor) and value.device.type != DEVICE_TYPE):
-                return (
-                    f"{name} keeps its {key!r} on the host; use the class of the same name in xla_amp.syncfree, or "
-                    "capturable=True where the optimizer has it"
-                )
-    for group in optimizer.param_groups:
-        for key, value in group.items():
-            if isinstance(value, torch.Tensor) and value.device.type != DEVICE_TYPE:
-                return f"{name} has a tensor on the host as {key!r}; move it to the device, or give a number"
-    return None
 
 
 def _bytes(array: jax.Array) -> bytes:

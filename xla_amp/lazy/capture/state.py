@@ -148,7 +148,10 @@ class _Objects:
             for index, parameter in enumerate(group["params"]):
                 name = f"{label}.param_groups[{number}]['params'][{index}]"
                 self._add(parameter, name, (group["params"], (index,)))
-                self._table(owner.state.get(parameter, {}), f"the state of {name}")
+                state = owner.state.get(parameter, {})
+                self._tables.append(state)
+                for key, value in state.items():
+                    self._add(value, f"the {key!r} of {name}{_remedy(owner, value)}", (state, (key,)))
 
 
 def _are_inputs(optimizer: Optimizer, value: Any) -> bool:
@@ -158,13 +161,13 @@ def _are_inputs(optimizer: Optimizer, value: Any) -> bool:
 
 
 def _remedy(optimizer: Optimizer, value: Any) -> str:
-    """What to type for an option that is a number and changes."""
-    name = type(optimizer).__name__
-    if type(value) is not float or getattr(optimizer, "numbers_are_inputs", False):
+    """What to type where an option or the state of an optimizer is a value on the host and changes."""
+    on_host = type(value) in (int, float) or (isinstance(value, torch.Tensor) and value.device.type != DEVICE_TYPE)
+    if not on_host or getattr(optimizer, "numbers_are_inputs", False):
         return ""
-    if name in ("SGD", "Adam", "AdamW"):
-        return f" (use xla_amp.syncfree.{name}, whose numbers are inputs of the program)"
-    return f" (use {name}(..., lr=torch.tensor(..., device={DEVICE_TYPE!r}), capturable=True))"
+    name = type(optimizer).__name__
+    tensor = f"{name}(..., lr=torch.tensor(..., device={DEVICE_TYPE!r}), capturable=True)"
+    return f" (on the host; use {f'xla_amp.syncfree.{name}' if name in ('SGD', 'Adam', 'AdamW') else tensor})"
 
 
 class Snapshot:
@@ -242,7 +245,7 @@ class State:
             if not given.look(value, label, NOWHERE, ()):
                 given.entries.append((label, (type(value), value)))
         for index, each in enumerate(self._declared):
-            reading.look(each, f"state[{index}]", (self._declared, (index,)), ())
+            reading.look(each, f"state[{index}]", (self._declared, (index,)), tuple(getattr(each, "__dict__", ())))
         for value, label, place in self._scope.bound():
             reading.look(value, label, place, self._scope.names)
         for owner, is_used in self._known.items():

@@ -100,8 +100,8 @@ class Reading:
         self.schedules: list[Entry] = []
         """The counts of learning-rate schedules, which may change between calls and not in a call."""
 
-    def add(self, value: Any, label: str, place: Place, named: bool = True) -> bool:
-        """Adds a value as what it is, unless `named` its tensors and objects only; returns whether it is compared."""
+    def add(self, value: Any, label: str, place: Place) -> bool:
+        """Adds a value as what it is; returns whether it is compared."""
         kind = type(value)
         compared: Any = None
         if kind in PLAIN:
@@ -110,47 +110,47 @@ class Reading:
             self.objects.setdefault(id(value), (label, value))
             return True
         elif isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE and value.layout is torch.strided:
-            self.entries.append((label, geometry(value)))
             self.tensors.append(Tensor(value, label, place))
-            return True
+            compared = geometry(value)
         elif isinstance(value, CONTAINERS) and len(value) <= MOST:
-            compared = self._container(value, label, place, named)
+            compared = self._container(value, label, place)
         elif isinstance(value, _NAMED):
             compared = value
         elif isinstance(value, np.ndarray | np.generic | torch.Tensor):
-            compared = _on_host(value) if named else None
+            compared = _on_host(value)
         elif isinstance(value, LRScheduler):
             self.schedules.append((f"{label}.last_epoch", value.last_epoch))
-        if named and compared is not None:
+        if compared is not None:
             self.entries.append((label, compared))
         return compared is not None
 
-    def _container(self, value: Any, label: str, place: Place, named: bool) -> Any:
-        kind = type(value)
+    def _container(self, value: Any, label: str, place: Place) -> Any:
         if isinstance(value, set | frozenset):
-            return kind, frozenset(plain(item) for item in value if type(item) in PLAIN)
+            return type(value), frozenset(plain(item) for item in value if type(item) in PLAIN)
         pairs = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
         holder, path = place
         for key, item in pairs:
-            self.add(item, f"{label}[{key!r}]" if named else label, (holder, (*path, key)), named)
-        return kind, tuple([repr(key) if type(key) in PLAIN else type(key) for key, _ in pairs])
+            self.add(item, f"{label}[{key!r}]", (holder, (*path, key)))
+        return type(value), tuple([repr(key) if type(key) in PLAIN else type(key) for key, _ in pairs])
 
     def look(self, value: Any, label: str, place: Place, names: tuple[str, ...]) -> bool:
-        """`add`, and of another object its attributes: values by `names`, state by any name."""
+        """`add`, and of another object its attributes in `names`, and its tensors and objects of any name."""
         compared = self.add(value, label, place)
         if type(value) in PLAIN or isinstance(value, _WHOLE):
             return compared
         space = getattr(value, "__dict__", {})
+        found = list(space) if isinstance(space, dict) else []  # of a class it is a view
         if isinstance(value, types.ModuleType):
             library = value.__name__.partition(".")[0] in _LIBRARIES
-            found = () if library else [name for name in names if name in space]
+            found = [] if library else [name for name in names if name in space]
         else:
-            found = list(space) if isinstance(space, dict) else ()  # of a class it is a view
             for name in _of_class(value if isinstance(value, type) else type(value), names):
                 if name not in found:
                     self.add(getattr(value, name, None), f"{label}.{name}", NOWHERE)
+        wanted = frozenset(names)
         for name in found:
-            self.add(space[name], f"{label}.{name}", (space, (name,)), name in names)
+            if name in wanted or isinstance(space[name], (*STATE, torch.Tensor, LRScheduler)):
+                self.add(space[name], f"{label}.{name}", (space, (name,)))
         return compared
 
 
