@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import math
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
+from jax.experimental.layout import Format, Layout
 from torch import nn
 
 import xla_amp
+import xla_amp.jax
 
 STEPS = 12
 
@@ -346,6 +350,67 @@ def teacher(device, compiled):
     return results + tensors(student.model), [step, evaluate]
 
 
+def shared_with_jax(device, compiled):
+    """A batch and two weights, one of them frozen, that JAX has in another order in memory, and keeps."""
+
+    def column_major(tensor):
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+        array = jax.device_put(jnp.asarray(tensor.cpu().numpy()), Format(Layout((1, 0)), sharding))
+        assert array.format.layout.major_to_minor == (1, 0)
+        return array
+
+    model, arrays = network(device), []
+    for layer in (model[0], model[3]):
+        arrays.append(column_major(layer.weight.detach()))
+        layer.weight = nn.Parameter(xla_amp.jax.from_jax(arrays[-1]), requires_grad=layer is model[3])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    step, results = compiled(training(device, model, xla_amp.syncfree.AdamW(trained, lr=0.1))), []
+    for number, x in enumerate(batches(device, (6, 8))):
+        results.append(step(xla_amp.jax.from_jax(column_major(x)) if number == 6 else x))
+    return results + tensors(model) + [array.tolist() for array in arrays], [step]
+
+
+OPTIMIZERS = {
+    "adam on the device": lambda p: torch.optim.Adam(
+        p, lr=torch.tensor(1e-2, device="jax"), betas=(0.8, 0.99), capturable=True
+    ),
+    "sync-free adam, two groups": lambda p: xla_amp.syncfree.Adam(
+        [{"params": each, "lr": lr} for each, lr in zip(map(list, (p[:2], p[2:])), (0.1, 0.05), strict=True)]
+    ),
+    "sync-free sgd": lambda p: xla_amp.syncfree.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "sync-free adamw": lambda p: xla_amp.syncfree.AdamW(p, lr=1e-2, weight_decay=0.1, amsgrad=True),
+}
+
+
+def of_optimizer(name):
+    """Everything that changes from step to step: dropout, running statistics, a rate, an overflow."""
+
+    def program(device, compiled):
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+        optimizer = OPTIMIZERS[name](list(model.to(device).parameters()))
+        rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        scaler = xla_amp.GradScaler(device, init_scale=2.0**10, growth_interval=3)
+
+        def step(x):
+            optimizer.zero_grad()
+            with xla_amp.autocast(device, dtype=torch.float16, policy="gpu"):
+                loss = F.cross_entropy(model(x), torch.arange(6, device=device) % 3)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return loss
+
+        step, results = compiled(step), []
+        for number, x in enumerate(batches(device, (6, 8))):
+            results.append(step(x * 1e30 if number == 9 else x).detach())
+            rates.step()
+        state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+        return results + tensors(model) + state, [step]
+
+    program.__name__ = name
+    return program
+
+
 SCHEDULES = {
     "linear": lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=8),
     "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=30),
@@ -376,7 +441,8 @@ def of_schedule(name):
 
 PROGRAMS = [
     gan, accumulation, schedule, evaluation, recurrent, two_step_gan, alternating_shapes, moving_average, frozen_layers,
-    mixed_optimizers, checkpoints, teacher, *map(of_schedule, SCHEDULES),
+    mixed_optimizers, checkpoints, teacher, shared_with_jax, *map(of_schedule, SCHEDULES),
+    *map(of_optimizer, OPTIMIZERS),
 ]  # fmt: skip
 
 

@@ -7,15 +7,11 @@ import types
 import warnings
 import weakref
 
-import jax
-import jax.numpy as jnp
 import pytest
 import torch
-from jax.experimental.layout import Format, Layout
 from torch import nn
 
 import xla_amp
-import xla_amp.jax
 from xla_amp.errors import CaptureError, StepFailedError
 from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.tensors import tensor_io
@@ -312,66 +308,6 @@ def test_only_referenced_state_is_copied(device, monkeypatch):
     counter.step()
     assert copied == [(3,)]
     assert torch.equal(kept + 1, counter.total)
-
-
-# ---- arrays shared with JAX ------------------------------------------------------------------------------------------
-
-
-class Trainer:
-    def __init__(self, device):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2)).to(device)
-        self.model[0].weight.requires_grad_(False)  # read, not donated
-        self.optimizer = xla_amp.syncfree.AdamW((p for p in self.model.parameters() if p.requires_grad), lr=0.1)
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-
-    def step(self, x):
-        with xla_amp.autocast(x.device):
-            loss = self.model(x).square().mean()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    def train(self, batches, compiled=True):
-        torch.manual_seed(1)
-        step, losses = xla_amp.compile(self.step, strict=True) if compiled else self.step, []
-        for batch in batches:
-            losses.append(step(batch))
-            self.schedule.step()
-        assert not compiled or step.replays >= len(batches) - 3
-        return [loss.item() for loss in losses], [value.tolist() for value in self.model.state_dict().values()]
-
-
-def batches(device):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(6, 4, generator=generator).to(device) for _ in range(8)]
-
-
-def column_major(tensor):
-    """`tensor` as a JAX array with the other order in memory."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
-    array = jax.device_put(jnp.asarray(tensor.cpu().numpy()), Format(Layout((1, 0)), sharding))
-    assert array.format.layout.major_to_minor == (1, 0)
-    return array
-
-
-def test_an_argument_in_another_memory_order(device):
-    given = batches(device)
-    given[6] = xla_amp.jax.from_jax(column_major(given[6]))
-    assert Trainer(device).train(given) == Trainer(device).train(batches(device), compiled=False)
-
-
-@pytest.mark.parametrize("layer", [0, 3])
-def test_weights_that_are_also_a_jax_array(layer, device):
-    trainer = Trainer(device)
-    before = trainer.model[layer].weight
-    array = column_major(before.detach())
-    values = array.tolist()
-    trainer.model[layer].weight = nn.Parameter(xla_amp.jax.from_jax(array), before.requires_grad)
-    trainer.optimizer.param_groups[0]["params"] = [p for p in trainer.model.parameters() if p.requires_grad]
-    assert trainer.train(batches(device)) == Trainer(device).train(batches(device), compiled=False)
-    assert array.tolist() == values
 
 
 def test_inputs_that_the_program_does_not_read(device):
