@@ -2,10 +2,9 @@
 
 `StepState` saves Python objects: attributes of modules, optimizers, schedulers and scalers, `.grad`, and the states of
 random generators; `OptimizerState` is its part for one optimizer.  Values of tensors need a copy before each write.
-There are three ways to it:
+There are two ways to it:
 
 * `restored` copies before each operation that writes, on any device (`xla_amp.find_overflow`, `xla_amp.search`);
-* the warm-up of a captured step copies before each program (`xla_amp.lazy.capture.warmup`);
 * a step that a scaler skips selects between old and new values on the device (`xla_amp.backends.skip_step`).
 """
 

@@ -309,3 +309,17 @@ for process in started:
     process.join()
 sys.exit(any(process.exitcode for process in started[:7]))
 """
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "kind", "words"),
+    [
+        ("file/below", {}, FileError, "cannot be made"),
+        ("folder", {"least_seconds": -1}, PolicyError, "not negative"),
+        ("folder", {"most_bytes": -1}, PolicyError, "not negative"),
+    ],
+)
+def test_bad_folders(tmp_path, path, options, kind, words):
+    (tmp_path / "file").touch()
+    with pytest.raises(kind, match=words):
+        xla_amp.compilation_cache(tmp_path / path, **options)

@@ -29,10 +29,8 @@ from xla_amp.lazy.capture.recording import Recording
 from xla_amp.lazy.capture.replay import Replay
 from xla_amp.lazy.capture.state import Snapshot, State
 from xla_amp.lazy.capture.values import PLAIN, STATE, Entry, NotReplayableError, difference, plain, same
-from xla_amp.lazy.capture.warmup import restored_state
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute, pjrt, recompile_reasons
-from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.policy import regions
@@ -237,35 +235,6 @@ class Compiled(Generic[_Arguments, _Result]):
         self._failures = 0
         self._given_up = self._ready = False
 
-    @interrupts.deferred
-    def warm_up(self, *args: Any, **kwargs: Any) -> int:
-        """Compiles the programs of calls with such arguments ahead of the first one.
-
-        Calls the step until it is captured, then restores tensors, gradients, optimizers, scalers and the random state.
-        Meanwhile the device holds a second copy of what the step overwrites.
-
-        Args:
-            args, kwargs: arguments as in a call; of tensors only shape, dtype and layout matter.
-
-        Returns:
-            How many programs were compiled; none with ``XLA_AMP_EAGER=1``.  Later calls are recorded and replayed as
-            usual, and compile none.
-
-        Raises:
-            CaptureError: the step cannot be replayed; the text gives the reason.
-        """
-        _require_the_lazy_device()
-        if trace.eager:
-            return 0
-        trial, before = Compiled(self._step, self._declared, True, self._limit, False), metrics()["compilations"]
-        state = trial._snapshot(args, kwargs)
-        owners = [] if trial._state.objects is None else trial._state.objects.owners
-        with restored_state(owners, state.parameters):
-            state.release()
-            while not any(entry.replay for entry in trial._cache):  # ends: a strict step raises
-                trial._record(*trial._find(args, kwargs), args, kwargs)
-        return metrics()["compilations"] - before
-
     @overload
     def __get__(self, instance: None, owner: type) -> Compiled[_Arguments, _Result]: ...
 
@@ -332,10 +301,8 @@ class Compiled(Generic[_Arguments, _Result]):
         return self._cache[-1], before
 
     @interrupts.deferred
-    def _record(self, entry: Capture | None, before: Snapshot, args: Any, kwargs: Any) -> Any:
+    def _record(self, entry: Capture, before: Snapshot, args: Any, kwargs: Any) -> Any:
         """Calls the step, records its program, and compares it with the last recorded call."""
-        if entry is None:
-            return self._step(*args, **kwargs)
         run = Recording(self._state, before, entry.last)
         with step_marker.paused(), run:
             result = self._step(*args, **kwargs)
