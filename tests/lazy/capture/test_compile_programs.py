@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import jax
 import jax.numpy as jnp
@@ -87,37 +86,6 @@ def accumulation(device, compiled):
         results += [update().clone(), total.clone()]
         total.zero_()
     return results + tensors(model), [part, update]
-
-
-def schedule(device, compiled):
-    """A scaler that skips, warm-up and cosine of the learning rate and momentum, weight decay in two groups."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 3)).to(device)
-    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is wide], "weight_decay": decay}
-              for wide, decay in ((True, 0.1), (False, 0.0))]  # fmt: skip
-    optimizer = xla_amp.syncfree.SGD(groups, lr=0.2, momentum=0.8, nesterov=True)
-    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
-    rates = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], milestones=[3])
-    scaler = xla_amp.GradScaler(device, init_scale=2.0**14, growth_interval=3)
-
-    def step(x):
-        optimizer.zero_grad(set_to_none=False)
-        with xla_amp.autocast(device, dtype=torch.float16, policy="gpu"):
-            loss = F.cross_entropy(model(x), torch.arange(6, device=device) % 3)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach(), norm
-
-    step, results = compiled(step), []
-    for number, x in enumerate(batches(device, (6, 8))):
-        results += step(x * 1e6 if number == 6 else x)
-        rates.step()
-        for group in optimizer.param_groups:
-            group["momentum"] = 0.8 + 0.1 * math.sin(number)
-    return [*results, *tensors(model), scaler.get_scale()], [step]
 
 
 def evaluation(device, compiled):
@@ -392,17 +360,19 @@ def of_optimizer(name):
         scaler = xla_amp.GradScaler(device, init_scale=2.0**10, growth_interval=3)
 
         def step(x):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=name.startswith("adam"))
             with xla_amp.autocast(device, dtype=torch.float16, policy="gpu"):
                 loss = F.cross_entropy(model(x), torch.arange(6, device=device) % 3)
             scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
-            return loss
+            return loss, norm
 
         step, results = compiled(step), []
         for number, x in enumerate(batches(device, (6, 8))):
-            results.append(step(x * 1e30 if number == 9 else x).detach())
+            results += [each.detach() for each in step(x * 1e30 if number == 9 else x)]
             rates.step()
         state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
         return results + tensors(model) + state, [step]
@@ -417,6 +387,11 @@ SCHEDULES = {
     "steps": lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5),
     "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=1),
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, [lambda n: 0.9**n, lambda n: 1.0 / (n + 1)]),
+    "one after the other": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3), torch.optim.lr_scheduler.CosineAnnealingLR(o, 9)],
+        milestones=[3],
+    ),
     "chained": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
         [torch.optim.lr_scheduler.ConstantLR(o, 0.5), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)]
     ),
@@ -440,7 +415,7 @@ def of_schedule(name):
 
 
 PROGRAMS = [
-    gan, accumulation, schedule, evaluation, recurrent, two_step_gan, alternating_shapes, moving_average, frozen_layers,
+    gan, accumulation, evaluation, recurrent, two_step_gan, alternating_shapes, moving_average, frozen_layers,
     mixed_optimizers, checkpoints, teacher, shared_with_jax, *map(of_schedule, SCHEDULES),
     *map(of_optimizer, OPTIMIZERS),
 ]  # fmt: skip
