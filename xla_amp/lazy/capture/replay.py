@@ -67,8 +67,7 @@ class Replay:
         origins = [each for each in (*self._origins, *self._bindings.values()) if each is not None]
         self._moved = {each.position for each in origins if each.position is not None}
         bound = {each.computed for each in self._bindings.values() if each is not None}
-        shared = {at for at, each in enumerate(self._computed) if at in bound or not each.is_new}
-        self._shared = shared
+        self._shared = {at for at, each in enumerate(self._computed) if at in bound or not each.is_new}
         """Which of the computed values other tensors have beside those that it returns."""
         self._to_check = [at for at, each in enumerate(self._computed) if each.is_new and at not in bound]
 
@@ -100,8 +99,9 @@ class Replay:
         self._check_kept()
         execute.flush()
         places = {at: state.place(at) for at in self._bindings}
-        moved = {at: state.tensor(at) for at in self._moved}
-        computed = self._fill(state, places)
+        tensors = ((at, state.tensor(at)) for at in self._moved)
+        moved = {at: tensor for at, tensor in tensors if tensor is not None}
+        computed = self._fill(state, places) if len(moved) == len(self._moved) else None
         if computed is None:
             return None
         try:
@@ -126,7 +126,7 @@ class Replay:
         ]
         return result
 
-    def _result(self, moved: Mapping[int, torch.Tensor | None], computed: list[Buffer]) -> Any:
+    def _result(self, moved: Mapping[int | None, torch.Tensor], computed: list[Buffer]) -> Any:
         made: dict[int, torch.Tensor] = {}
         own = [Buffer(each.spec, array=each.array) if at in self._shared else each for at, each in enumerate(computed)]
         pairs = zip(self._origins, self._items, strict=True)
@@ -182,16 +182,13 @@ class Replay:
 
 
 def _tensor(
-    origin: Origin, moved: Mapping[int, torch.Tensor | None], made: dict[int, torch.Tensor], computed: list[Buffer]
+    origin: Origin, moved: Mapping[int | None, torch.Tensor], made: dict[int, torch.Tensor], computed: list[Buffer]
 ) -> torch.Tensor:
     """The tensor that a call binds or returns."""
-    if origin.computed is None:
-        base = moved[origin.position]
-    else:
-        base = made.get(origin.computed)
-        if base is None:
-            base = made[origin.computed] = tensor_io.tensor_over(computed[origin.computed])
-    assert base is not None  # noqa: S101  (the state of a call that is captured has it)
+    index = origin.computed
+    if index is not None and index not in made:
+        made[index] = tensor_io.tensor_over(computed[index])
+    base = moved[origin.position] if index is None else made[index]
     return base if view(base) == origin.view and not base.requires_grad else tensor_io.new_view(base, *origin.view)
 
 
