@@ -76,7 +76,8 @@ class _Objects:
             found = {**self.reading.objects, **self.inside.objects}
             waiting |= {each: item for each, item in found.items() if each not in self._known}
         self.buffers = buffers_of(self.reading.tensors)
-        self.parameters = [each.tensor for each in self.reading.tensors if _may_have_gradient(each.tensor)]
+        found = [each.tensor for each in self.reading.tensors if _may_have_gradient(each.tensor)]
+        self.parameters = {id(tensor): tensor for tensor in found}
         self._seen = self._now()
 
     def is_current(self, owners: dict[int, tuple[str, Any]]) -> bool:
@@ -134,6 +135,7 @@ class _Objects:
         self._attributes(owner, label, _HOOKS_OF_STEPS)
         self._tables.append(owner.state)
         self._lists.append(owner.param_groups)
+        known = {id(each.tensor): at for at, each in enumerate(self.reading.tensors)}
         for number, group in enumerate(owner.param_groups):
             inputs = [name for name, value in group.items() if _are_inputs(owner, value)]
             self._groups.append((group, inputs))
@@ -147,7 +149,10 @@ class _Objects:
                     self._add(value, of_option + _remedy(owner, value), (group, (name,)))
             for index, parameter in enumerate(group["params"]):
                 name = f"{label}.param_groups[{number}]['params'][{index}]"
-                self._add(parameter, name, (group["params"], (index,)))
+                if id(parameter) in known:
+                    self.reading.entries.append((name, known[id(parameter)]))
+                else:
+                    self._add(parameter, name, (group["params"], (index,)))
                 state = owner.state.get(parameter, {})
                 self._tables.append(state)
                 for key, value in state.items():
@@ -223,15 +228,16 @@ class State:
         self._scope, self._declared = StepNames(step), list(declared)
         self.objects: _Objects | None = None
         """As they were last read; None keeps none alive that a recorded call may replace."""
-        self._known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        """Models and optimizers -> whether a recorded call has used one that nothing else names."""
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Models and optimizers."""
+        self._used: list[weakref.ref[Any]] = []
+        """Those that a recorded call has used, and that nothing else names."""
 
     def saw(self, owner: Any) -> None:
         """Adds a model that a recorded call has called, or an optimizer that has stepped."""
         if owner not in self._known:
-            for each in owner.modules() if isinstance(owner, torch.nn.Module) else ():
-                self._known.setdefault(each, False)
-            self._known[owner] = True
+            self._known.update(owner.modules() if isinstance(owner, torch.nn.Module) else [owner])
+            self._used.append(weakref.ref(owner))
 
     def snapshot(self, entries: list[Entry], arguments: list[tuple[str, Any]]) -> Snapshot:
         """Reads the state and the arguments.
@@ -248,24 +254,23 @@ class State:
             reading.look(each, f"state[{index}]", (self._declared, (index,)), tuple(getattr(each, "__dict__", ())))
         for value, label, place in self._scope.bound():
             reading.look(value, label, place, self._scope.names)
-        for owner, is_used in self._known.items():
-            if is_used:
-                reading.add(owner, f"the {type(owner).__name__} that it calls", NOWHERE)
+        for reference in self._used:
+            owner = reference()
+            reading.add(owner, f"the {type(owner).__name__} that it calls", NOWHERE)
         objects, owners = self.objects, {**given.objects, **reading.objects}
         if objects is None or not objects.is_current(owners):
             objects = self.objects = _Objects(owners)
-            for each in objects.owners:
-                self._known.setdefault(each, False)
+            self._known.update(objects.owners)
         readings = (given, reading, objects.inside)
         fresh = [each for found in readings for each in found.tensors]
         now = Snapshot()
         now.tensors = [*fresh, *objects.reading.tensors]
-        loose = (each.tensor for each in fresh if _may_have_gradient(each.tensor))
-        now.parameters = list(dict.fromkeys([*objects.parameters, *loose]))
+        loose = {id(each.tensor): each.tensor for each in fresh if _may_have_gradient(each.tensor)}
+        now.parameters = list({**objects.parameters, **loose}.values())
         now.gradients = [parameter.grad for parameter in now.parameters]
         of_tensors = [*buffers_of(fresh), *objects.buffers]
         of_gradients = [None if each is None or each.is_sparse else tensor_io.buffer_of(each) for each in now.gradients]
-        now.buffers = [*of_tensors, *of_gradients]
+        now.buffers, firsts = [*of_tensors, *of_gradients], dict[Buffer | None, int]()
         now.options, now.numbers = objects.options, list(map(number_of, objects.options))
         now.schedules = [entry for found in readings for entry in found.schedules]
         hooks = [(each._backward_hooks, each._post_accumulate_grad_hooks) for each in now.parameters]
@@ -273,11 +278,11 @@ class State:
             *entries,
             *(entry for found in readings for entry in found.entries),
             *objects.reading.entries,
-            ("which tensors share memory", _shared(of_tensors)),
+            ("which tensors share memory", _shared(of_tensors, firsts)),
             ("which parameters require a gradient", list(map(_requires_grad, now.parameters))),
             ("hooks of its parameters", [[*each.values()] for pair in hooks for each in pair if each]),
             ("hooks of all modules", [hook for hook in private_api.hooks_of_all_modules() if not _is_ours(hook)]),
-            ("which gradients share memory", _shared(now.buffers)),
+            ("which gradients share memory", _shared(of_gradients, firsts, len(of_tensors))),
         ]
         return now
 
@@ -292,11 +297,14 @@ def buffers_of(tensors: list[Tensor]) -> list[Buffer]:
     return list(map(_storage, map(torch.Tensor.untyped_storage, map(_tensor, tensors))))
 
 
-def _shared(buffers: Sequence[Buffer | None]) -> list[tuple[int, int]]:
-    """The positions of buffers that are at an earlier position too, each with the first."""
-    firsts: dict[Buffer | None, int] = {}
-    found = list(map(firsts.setdefault, buffers, itertools.count()))
-    return [(at, first) for at, first in enumerate(found) if at != first and buffers[at] is not None]
+def _shared(
+    buffers: Sequence[Buffer | None], firsts: dict[Buffer | None, int], start: int = 0
+) -> list[tuple[int, int]]:
+    """The positions, from `start` on, of buffers that are at an earlier one too, each with that; `firsts` learns."""
+    before, found = len(firsts), list(map(firsts.setdefault, buffers, itertools.count(start)))
+    if len(firsts) == before + len(buffers):
+        return []
+    return [(at, first) for at, first in enumerate(found, start) if at != first and buffers[at - start] is not None]
 
 
 def _is_ours(hook: Any) -> bool:
