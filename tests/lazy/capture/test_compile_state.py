@@ -154,21 +154,22 @@ def test_what_a_step_binds_is_never_stale(name, device):
     assert (step.replays >= 9, step.reasons) == (True, [])  # two or three to record, two to compare
 
 
-def test_tensors_bound_where_no_state_is(device):
-    """An object two levels deep is no state, unless it is declared."""
-    keeper = types.SimpleNamespace(inner=types.SimpleNamespace(last=torch.zeros(2, device=device)))
+@pytest.mark.parametrize("declared", [False, True])
+def test_tensors_bound_where_no_state_is(declared, device):
+    """An object two levels deep is no state: its tensor gets the values of each replay, unless it keeps several."""
+    keeper = types.SimpleNamespace(inner=types.SimpleNamespace(last=torch.zeros(2, device=device), every=[]))
 
     def step(x):
         keeper.inner.last = x * 2
         return x + 1
 
-    compiled = xla_amp.compile(step, state=[keeper.inner], strict=True)
+    compiled = xla_amp.compile(step, state=[keeper.inner] if declared else None, strict=True)
     for number in range(6):
         compiled(torch.full((2,), float(number), device=device))
         assert keeper.inner.last.tolist() == [2.0 * number] * 2
     assert compiled.replays == 4
-    with pytest.raises(CaptureError, match=r"keeps a tensor, float32\[2\], in an object that is not its state.*state="):
-        replaying(step, torch.ones(2, device=device))
+    with pytest.raises(CaptureError, match=r"keeps a tensor, float32\[2\], beside the one of the call before.*state="):
+        replaying(lambda x: keeper.inner.every.append(x * 3), torch.ones(2, device=device))
 
 
 def test_a_gradient_that_shares_memory_is_another_capture(device):

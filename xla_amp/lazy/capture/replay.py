@@ -69,7 +69,8 @@ class Replay:
         bound = {each.computed for each in self._bindings.values() if each is not None}
         self._shared = {at for at, each in enumerate(self._computed) if at in bound or not each.is_new}
         """Which of the computed values other tensors have beside those that it returns."""
-        self._to_check = [at for at, each in enumerate(self._computed) if each.is_new and at not in bound]
+        self._earlier = earlier.targets[earlier.overwritten :]
+        self._loose = [at for at, each in enumerate(self._computed) if each.is_new and at not in bound]
 
     def _origin(self, item: Any) -> Origin | None:
         if not isinstance(item, torch.Tensor):
@@ -96,7 +97,7 @@ class Replay:
             NotReplayableError: the step keeps a tensor where a replay would not bind it.
             StepFailedError: the program failed, or a value was lost in a failed step.
         """
-        self._check_kept()
+        self._find_holders()
         execute.flush()
         places = {at: state.place(at) for at in self._bindings}
         tensors = ((at, state.tensor(at)) for at in self._moved)
@@ -168,17 +169,23 @@ class Replay:
         trace.streams.extend((seed, offset + at) if s is None else (s, at) for s, at in self._streams)
         return computed
 
-    def _check_kept(self) -> None:
-        """Checks, before the first replay, that no object that is no state holds a value of the recorded call."""
-        checked, self._to_check = self._to_check, []
-        if any(self._computed[at].buffer() is not None for at in checked):
+    def _find_holders(self) -> None:
+        """Finds, before the first replay, what an object that is no state holds: it gets the values of replays, too."""
+        loose, self._loose = self._loose, []
+        if any(self._computed[at].buffer() is not None for at in loose):
             gc.collect()
-        for at in checked:
-            if self._computed[at].buffer() is not None:
+        for at in loose:
+            target = self._computed[at]
+            if target.buffer() is None:
+                continue
+            if self._earlier[at].buffer() is not None:
                 raise NotReplayableError(
-                    f"it keeps a tensor, {self._computed[at].spec}, in an object that is not its state; name the "
-                    "object: compile(step, state=[...]), return the tensor, or copy it into one that exists"
+                    f"it keeps a tensor, {target.spec}, beside the one of the call before, in an object that is not "
+                    "its state; name the object: compile(step, state=[...]), return the tensor, or copy it into one "
+                    "that exists"
                 )
+            self._computed[at] = target._replace(is_new=False)
+            self._shared.add(at)
 
 
 def _tensor(

@@ -129,9 +129,10 @@ class Reading:
             return type(value), frozenset(plain(item) for item in value if type(item) in PLAIN)
         pairs = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
         holder, path = place
-        for key, item in pairs:
-            self.add(item, f"{label}[{key!r}]", (holder, (*path, key)))
-        return type(value), tuple([repr(key) if type(key) in PLAIN else type(key) for key, _ in pairs])
+        keys = [repr(key) if type(key) in PLAIN else type(key).__name__ for key, _ in pairs]
+        for name, (key, item) in zip(keys, pairs, strict=True):
+            self.add(item, f"{label}[{name}]", (holder, (*path, key)))
+        return type(value), tuple(keys)
 
     def look(self, value: Any, label: str, place: Place, names: tuple[str, ...]) -> bool:
         """`add`, and of another object its attributes in `names`, and its tensors and objects of any name."""
