@@ -31,7 +31,6 @@ from xla_amp.lazy.capture.state import Snapshot, State
 from xla_amp.lazy.capture.values import PLAIN, STATE, Entry, NotReplayableError, difference, plain, same
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute, pjrt, recompile_reasons
-from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.policy import regions
 from xla_amp.policy.load import default_name
@@ -260,7 +259,7 @@ class Compiled(Generic[_Arguments, _Result]):
                 with trace.lock:  # not while recording: the backward pass may record on a thread of autograd's
                     found = entry.replay.run(before)
             except NotReplayableError as reason:
-                self._give_up(str(reason))
+                self._report(str(reason))
                 return self._step(*args, **kwargs)
             if found is not None:
                 entry.replays += 1
@@ -293,7 +292,7 @@ class Compiled(Generic[_Arguments, _Result]):
         reason = self._cache[-1].difference(before) if self._cache else ""
         if len(self._cache) >= self._limit:
             if not self.reasons:
-                self._report(f"it has been captured {len(self._cache)} times, its limit; {reason}")
+                self._report(f"it has been captured {len(self._cache)} times, its limit; {reason}", for_good=False)
             return None, before
         if any(entry.replay is not None for entry in self._cache):
             recompile_reasons.captured_again(events.user_location(), reason)
@@ -304,9 +303,7 @@ class Compiled(Generic[_Arguments, _Result]):
     def _record(self, entry: Capture, before: Snapshot, args: Any, kwargs: Any) -> Any:
         """Calls the step, records its program, and compares it with the last recorded call."""
         run = Recording(self._state, before, entry.last)
-        with step_marker.paused(), run:
-            result = self._step(*args, **kwargs)
-            execute.flush()
+        result = run.call(self._step, args, kwargs)
         try:
             result = entry.add(run, result, self._snapshot(args, kwargs))
             if entry.replay is not None:
@@ -324,14 +321,11 @@ class Compiled(Generic[_Arguments, _Result]):
             self._cache.remove(entry)
             self._failures += 1
             if self._failures >= PATIENCE:
-                self._give_up(str(reason))
+                self._report(str(reason))
             return result
 
-    def _give_up(self, reason: str) -> None:
-        self._given_up = True
-        self._report(reason)
-
-    def _report(self, reason: str) -> None:
+    def _report(self, reason: str, for_good: bool = True) -> None:
+        self._given_up = for_good
         text = f"{self!r} cannot be replayed: {reason}"
         if self._strict:
             raise CaptureError(text)

@@ -8,6 +8,7 @@ calls agree, the program of a third one is known up to its data.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -24,6 +25,7 @@ from xla_amp.lazy.graph.trace import Buffer, Spec, trace
 from xla_amp.lazy.programs import execute, recompile_reasons
 from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lazy.programs.metrics import metrics
+from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.torch_integration import generator
 
@@ -64,7 +66,7 @@ class Origin(NamedTuple):
 
 
 class Recording:
-    """Context manager around a call.
+    """One call.
 
     Args:
         state: of the step; learns which models and optimizers the call uses.
@@ -118,25 +120,22 @@ class Recording:
         before.release()
         state.objects = None
 
-    def __enter__(self) -> Recording:
-        self.begin = generator.state()
-        self._counts = metrics.host_syncs, generator.seedings
-        execute.flush_begins.subscribe(self._flushes)
-        execute.flush_ends.subscribe(self._flushed)
-        self._hooks = [
+    def call(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls the step, whose operations become one program, and returns its result."""
+        self.begin, reads, seedings = generator.state(), metrics.host_syncs, generator.seedings
+        with (
+            execute.flush_begins.subscribed(self._flushes),
+            execute.flush_ends.subscribed(self._flushed),
             torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: self._state.saw(module)),
             register_optimizer_step_pre_hook(self._steps),
             register_optimizer_step_post_hook(self._stepped),
-        ]
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        execute.flush_begins.unsubscribe(self._flushes)
-        execute.flush_ends.unsubscribe(self._flushed)
+            step_marker.paused(),
+        ):
+            result = step(*args, **kwargs)
+            execute.flush()
         self._previous, self.end = None, generator.state()
-        self._counts = metrics.host_syncs - self._counts[0], generator.seedings - self._counts[1]
+        self._counts = metrics.host_syncs - reads, generator.seedings - seedings
+        return result
 
     # -- during the call -----------------------------------------------------------------------------------------
 
