@@ -101,7 +101,7 @@ class Replay:
         execute.flush()
         places = {at: state.place(at) for at in self._bindings}
         tensors = ((at, state.tensor(at)) for at in self._moved)
-        moved = {at: tensor for at, tensor in tensors if tensor is not None}
+        moved: dict[int | None, torch.Tensor] = {at: tensor for at, tensor in tensors if tensor is not None}
         computed = self._fill(state, places) if len(moved) == len(self._moved) else None
         if computed is None:
             return None

@@ -73,11 +73,11 @@ class _Objects:
             read = self._optimizer if isinstance(owner, Optimizer) else self._attributes
             (self._modules if isinstance(owner, torch.nn.Module) else read)(owner, label)
             self._look_inside()
-            found = {**self.reading.objects, **self.inside.objects}
-            waiting |= {each: item for each, item in found.items() if each not in self._known}
+            more = {**self.reading.objects, **self.inside.objects}
+            waiting |= {each: item for each, item in more.items() if each not in self._known}
         self.buffers = buffers_of(self.reading.tensors)
         found = [each.tensor for each in self.reading.tensors if _may_have_gradient(each.tensor)]
-        self.parameters = {id(tensor): tensor for tensor in found}
+        self.parameters: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in found}
         self._seen = self._now()
 
     def is_current(self, owners: dict[int, tuple[str, Any]]) -> bool:
