@@ -167,9 +167,8 @@ def _region(original: Any, native_amp: bool = False, autocast_kwargs: Any = None
 
 def _filter_on_device(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     loss = original(self, *args, **kwargs)
-    if self.args.logging_nan_inf_filter is False or not _ours(self.args.device):
+    if self.args.logging_nan_inf_filter is not None:
         return loss
-    self.args.logging_nan_inf_filter = None  # until the training ends
     mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
     return torch.where(torch.isfinite(loss), loss, mean)
 
@@ -184,12 +183,20 @@ def _also_ours(original: list[Any]) -> list[Any]:
     from transformers import TrainerCallback
 
     class DeviceCallback(TrainerCallback):
-        """Ends the programs of an evaluation, whose results go to the host, and logs the loss scale."""
+        """Ends the programs of an evaluation, whose results go to the host, and logs the loss scale.
+
+        During a training ``logging_nan_inf_filter=None`` stands for True: the loop, which would read each loss, does
+        not filter, and `_filter_on_device` does.
+        """
 
         def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             # Otherwise all batches so far are concatenated in each step: another shape, another program.
             if _ours(args.device) and args.eval_accumulation_steps is None:
                 args.eval_accumulation_steps = 1
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if args.logging_nan_inf_filter and _ours(args.device):
+                args.logging_nan_inf_filter = None
 
         def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if args.logging_nan_inf_filter is None:
@@ -448,12 +455,12 @@ PATCHES = (
     Patch("transformers.training_args", "", "is_torch_bf16_gpu_available", lambda original: True,
           "bf16=True is refused for devices that are not in a fixed list."),
     Patch(*_TRAINER, "training_step", _filter_on_device,
-          "logging_nan_inf_filter reads each loss: a wait a step; transformers#13896 spares torch_xla alone."),
+          "Losses that are not finite would be logged: the loop's own filter, which waits in each step, is off."),
     Patch(*_TRAINER, "_maybe_log_save_evaluate", _end_step,
           "What is logged, and the next batch's count of labels, would make the step another program."),
     Patch("transformers.trainer", "", "DEFAULT_CALLBACKS", _also_ours,
           "Several batches of an evaluation would become one program, for each sequence of lengths; no loss scale is "
-          "logged."),
+          "logged; logging_nan_inf_filter waits in each step (transformers#13896 spares torch_xla alone)."),
     Patch(*_TRAINER, "_save_rng_state", _also_save_random_state,
           "Saves the random states of a fixed list of devices: dropout differs after resuming."),
     Patch(*_TRAINER, "_load_rng_state", _also_load_random_state,

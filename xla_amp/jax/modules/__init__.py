@@ -1,1 +1,0 @@
-"""Modules of flax.nnx and Equinox under autocast: state that they mutate, and name scopes with their paths."""
