@@ -21,13 +21,12 @@ from xla_amp.common import events
 from xla_amp.common.precision_report import PrecisionReport, SavedBytes, summarize
 from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
-from xla_amp.jax import compat, override_scope
+from xla_amp.jax import compat, modules, override_scope
 from xla_amp.jax.analyses.loop_ends import solves
 from xla_amp.jax.decisions import Carry, Settings, is_castable, resolve_settings
 from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
 from xla_amp.jax.interpreter import Interpreter
 from xla_amp.jax.jaxpr_analysis import has_backward
-from xla_amp.jax.modules import nnx_state
 from xla_amp.jax.value_info import arguments, arrays_of
 from xla_amp.policy import Policy, PolicyLike, effects
 from xla_amp.policy.op_catalog import is_contraction
@@ -321,8 +320,7 @@ class _Program:
         self._policy = policy
         self._debug_info = compat.debug_info(function)
         self._finish: Callable[[Any], Any] = lambda out: out
-        lifted = nnx_state.functionalize(function, args, kwargs)
-        self._lifted = lifted is not None
+        lifted = modules.functionalize(function, args, kwargs)
         if lifted is not None:
             function, args, self._finish = lifted
             kwargs = {}

@@ -15,7 +15,7 @@ import jax
 
 from xla_amp.common import events
 from xla_amp.errors import PolicyError
-from xla_amp.jax.modules import scopes
+from xla_amp.jax import modules
 from xla_amp.policy import Policy
 from xla_amp.policy.policy import RuleLayer
 from xla_amp.policy.resolve import overriding
@@ -45,7 +45,7 @@ def traced_here(policy: Policy | None) -> Iterator[None]:
     named = bool(events.decided.listeners) or (policy is not None and policy.by_module)
     _thread.depth += 1
     try:
-        with _under_autocast("named" if named else "plain"), scopes.named(named):
+        with _under_autocast("named" if named else "plain"), modules.named(named):
             yield
     finally:
         _thread.depth -= 1

@@ -15,21 +15,24 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from xla_amp import policy as policies
 from xla_amp.backends import base, devices, dynamo
 from xla_amp.backends.base import Engine
 from xla_amp.common import arguments, config, events, interrupts
 from xla_amp.common.types import Cast
-from xla_amp.errors import UnsupportedDtypeError
+from xla_amp.errors import AutocastWarning, DeviceError, UnsupportedDtypeError
 from xla_amp.policy import Policy, effects, regions
 from xla_amp.policy.load import default_name
 from xla_amp.policy.policy import MEASURED
-from xla_amp.pytorch.autocast import decorate, native, native_dispatch
+from xla_amp.pytorch.autocast import decorate, native_dispatch
 from xla_amp.pytorch.autocast import recomputation as recomputation
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -108,7 +111,7 @@ class autocast:
         self.device = devices.device_type(device_type)
         arguments.require("autocast(strict=...)", strict, bool, "True or False")
         arguments.require("autocast(rules=...)", rules, (Mapping, type(None)), 'a mapping such as {"tanh": "fp32"}')
-        enabled = native.check_flags(self.device, dtype, enabled, cache_enabled)
+        enabled = _check_flags(self.device, dtype, enabled, cache_enabled)
         self.dtype = dtype
         self.enabled = enabled
         self.cache_enabled = cache_enabled
@@ -119,7 +122,7 @@ class autocast:
         """Set by `reopened` only: the rules of an earlier region, used as they are."""
         self._is_xla = devices.is_xla(self.device)
         if not self._is_xla:
-            native.region(self.device, dtype, enabled, cache_enabled)
+            _native_region(self.device, dtype, enabled, cache_enabled)
             if enabled and self._has_rules():
                 self._low(self._native_rules())
         elif enabled:
@@ -128,7 +131,7 @@ class autocast:
             if self._has_rules() or engine.is_started():
                 self._low(self._rules(engine))
             elif dtype is not None:
-                native.check_dtype(self.device, dtype)
+                _check_dtype(self.device, dtype)
 
     def __repr__(self) -> str:
         given = {
@@ -172,7 +175,7 @@ class autocast:
         if self.dtype is None:
             low: torch.dtype = getattr(torch, rules.low)
             return low
-        native.check_dtype(self.device, self.dtype)
+        _check_dtype(self.device, self.dtype)
         if str(self.dtype).removeprefix("torch.") not in rules.dtypes:
             legal = ", ".join(f"torch.{name}" for name in rules.dtypes)
             raise UnsupportedDtypeError(
@@ -184,7 +187,7 @@ class autocast:
     def _enter_native(self) -> _Entry:
         rules = self._effective or self._native_rules()
         low = self._low(rules) if self.enabled and self._has_rules() and rules is not None else self.dtype
-        region = native.region(self.device, low, self.enabled, self.cache_enabled)
+        region = _native_region(self.device, low, self.enabled, self.cache_enabled)
         if rules is not None:
             effects.report_sums(rules, self.device)
         return self._open(region, rules)
@@ -205,8 +208,8 @@ class autocast:
                 made = regions.Region(policy=rules, low=low, enabled=self.enabled)
                 undo.callback(regions.pop, regions.push(self.device, made))
             if self.enabled and not self._is_xla:
-                undo.callback(native.drop_casts_after_steps().remove)
-            native.enter(region)
+                undo.callback(_drop_casts_after_steps().remove)
+            _enter(region)
             return _Entry(self, region, rules, undo.pop_all())
 
 
@@ -271,3 +274,142 @@ def _warn_of_legacy_flags() -> None:
         f"{names} set in the environment: torch_xla then stores every float tensor in that dtype, so the dtypes that "
         f"autocast chooses for each operation have no effect. Unset {names} when you use autocast",
     )
+
+
+# ---- regions of torch ------------------------------------------------------------------------------------------------
+# torch disables autocast with a warning where it does not support the dtype or the device; here both are errors, but
+# for float32.
+
+_LOW_DTYPES = (torch.bfloat16, torch.float16)
+"""Low dtypes that torch's autocast accepts on each of these devices."""
+
+
+def has_autocast(device_type: str) -> bool:
+    """Whether this torch has autocast for the device type (not whether such a device is present).
+
+    Raises:
+        DeviceArgumentError: torch knows no device of that name.
+    """
+    try:
+        return bool(torch.amp.is_autocast_available(device_type))
+    except RuntimeError as error:
+        raise devices.DeviceArgumentError(
+            f"autocast: torch knows no device type {device_type!r}; expected 'cuda', 'cpu', 'xpu', 'hpu', 'mps', "
+            "or 'xla' for the active XLA device"
+        ) from error
+
+
+def _check_device(device_type: str) -> None:
+    """Raises unless a region on `device_type` would have an effect.
+
+    Raises:
+        DeviceError: torch has no autocast for it, or it is ``cuda`` and there is no CUDA device.
+    """
+    if not has_autocast(device_type):
+        raise DeviceError(f"User specified an unsupported autocast device_type '{device_type}'")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        beside = ""
+        if find_spec("torch_xla") is not None:
+            beside = " (torch_xla is installed, but autocast('cuda') does not affect tensors on an XLA device)"
+        raise DeviceError(
+            f"autocast('cuda'): there is no CUDA device, so autocast would do nothing{beside}. Pass the device that "
+            "your tensors are on, e.g. autocast(tensor.device) or autocast('xla'), or enabled=False for no "
+            "mixed precision"
+        )
+
+
+def _check_dtype(device_type: str, dtype: object) -> None:
+    """Raises unless `dtype` can be the low dtype on `device_type`.
+
+    Raises:
+        UnsupportedDtypeError: it cannot; the message names those that can.
+    """
+    if dtype not in _LOW_DTYPES:
+        raise UnsupportedDtypeError(
+            f"autocast({device_type!r}, dtype={dtype!r}): expected torch.bfloat16 or torch.float16, got {dtype!r} "
+            f"({type(dtype).__name__}); to switch autocast off pass enabled=False"
+        )
+    if device_type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+        raise UnsupportedDtypeError(
+            "autocast('cuda', dtype=torch.bfloat16): this CUDA device has no bfloat16; pass dtype=torch.float16"
+        )
+
+
+def _check_flags(device_type: str, dtype: object, enabled: object, cache_enabled: object) -> bool:
+    """Whether a region is enabled: `enabled`, but with the low dtype float32 False and a warning, as torch does.
+
+    Raises:
+        TypeError: a flag is not a bool.
+    """
+    if isinstance(dtype, bool) and isinstance(enabled, torch.dtype):
+        raise TypeError(
+            f"autocast({device_type!r}, {dtype}, {enabled}): the order is autocast(device, dtype, enabled), torch's; "
+            f"torch_xla's is autocast(device, enabled, dtype). Type autocast({device_type!r}, {enabled}, {dtype})"
+        )
+    for name, flag in (("enabled", enabled), ("cache_enabled", False if cache_enabled is None else cache_enabled)):
+        if not isinstance(flag, bool):
+            raise TypeError(
+                f"autocast({device_type!r}, {name}={flag!r}): expected True or False, got {type(flag).__name__}"
+            )
+    if enabled and dtype is torch.float32:
+        events.warn(
+            f"autocast({device_type!r}, dtype=torch.float32): Disabling autocast, whose low dtypes are torch.bfloat16 "
+            "and torch.float16. For float32 pass enabled=False",
+            AutocastWarning,
+        )
+        return False
+    return bool(enabled)
+
+
+def _enter(region: torch.autocast) -> None:
+    """Enters the region of torch, which leaves its state half set if entering fails; here it is restored."""
+    name = region.device
+    before = torch.is_autocast_enabled(name), torch.get_autocast_dtype(name), torch.is_autocast_cache_enabled()
+    depth = _depth()
+    try:
+        region.__enter__()
+    except BaseException:
+        while _depth() > depth:
+            torch.autocast_decrement_nesting()
+        torch.set_autocast_enabled(name, before[0])
+        torch.set_autocast_dtype(name, before[1])
+        torch.set_autocast_cache_enabled(before[2])
+        raise
+
+
+def _depth() -> int:
+    """How many regions are open in this thread."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _native_region(
+    device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: bool | None = None
+) -> torch.autocast:
+    """A new checked `torch.autocast`.  New for each entry, because torch keeps the state to restore on the instance.
+
+    Args:
+        dtype: low dtype; None is torch's default for the device type.
+        enabled: False gives a region without mixed precision, which needs neither the device nor the dtype.
+        cache_enabled: whether torch caches casts of weights until the outermost region ends; None leaves it unchanged.
+
+    Raises:
+        DeviceError: the region would have no effect.
+        UnsupportedDtypeError: the device has no such low dtype.
+    """
+    if not enabled:
+        has_autocast(device_type)
+        return torch.autocast(device_type, None, False, cache_enabled)
+    _check_device(device_type)
+    if dtype is not None:
+        _check_dtype(device_type, dtype)
+    return torch.autocast(device_type, dtype, True, cache_enabled)
+
+
+def _drop_casts_after_steps() -> RemovableHandle:
+    """Clears torch's cache of weight casts after every optimizer step, until the handle is removed.
+
+    torch caches a weight's cast until the outermost region ends.  In a region of several training steps, each later
+    step would use the weights of the first.
+    """
+    return register_optimizer_step_post_hook(lambda *_: torch.clear_autocast_cache())

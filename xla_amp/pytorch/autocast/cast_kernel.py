@@ -171,7 +171,7 @@ def _installed_kernel(operator: Any, key: Any) -> Any:
     return torch.library.get_kernel(operator, key)
 
 
-def present_kernel(name: str, operator: Any, device_type: str, key: str) -> Kernel:
+def present_kernel(operator: Any, device_type: str, key: str) -> Kernel:
     """The present behaviour of an operation on `key`, as a kernel: the registered kernel, or else the next keys.
 
     It stays the same when our kernel is installed later.

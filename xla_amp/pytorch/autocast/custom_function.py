@@ -14,8 +14,8 @@ from xla_amp.backends import devices
 from xla_amp.backends.trees import tree_map
 from xla_amp.errors import XlaAmpError
 from xla_amp.policy import regions
-from xla_amp.pytorch.autocast import casting, native
-from xla_amp.pytorch.autocast.autocast import autocast, reopened
+from xla_amp.pytorch.autocast import casting
+from xla_amp.pytorch.autocast.autocast import autocast, has_autocast, reopened
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -28,7 +28,7 @@ def is_autocast_available(device_type: str | torch.device) -> bool:
     """
     name = devices.device_type(device_type, "is_autocast_available")
     if not devices.is_xla(name):
-        return native.is_available(name)
+        return has_autocast(name)
     try:
         devices.engine().device()
     except XlaAmpError:

@@ -128,7 +128,7 @@ def _kernel_on_shared_key(device_type: str, name: str) -> cast_kernel.Kernel:
     """
     key, operator = KEYS[device_type], cast_kernel.operator(name)
     rules = cast_kernel.region_rules(device_type, _without_region)
-    theirs = cast_kernel.present_kernel(name, operator, device_type, key)
+    theirs = cast_kernel.present_kernel(operator, device_type, key)
     ours = cast_kernel.make(
         name,
         operator,

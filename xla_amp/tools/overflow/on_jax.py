@@ -18,8 +18,7 @@ import numpy as np
 from xla_amp.common import events
 from xla_amp.common.events import Place
 from xla_amp.errors import StepError
-from xla_amp.jax import compat, rebind
-from xla_amp.jax.modules import nnx_state, scopes
+from xla_amp.jax import compat, modules, rebind
 from xla_amp.jax.primitives import info
 from xla_amp.tools.monitor import on_jax as kept_step
 from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer, ProducerOperand, produced
@@ -75,11 +74,11 @@ def find_overflow(
         raise StepError("find_overflow: called inside of a function that JAX traces; call it with concrete values")
     arguments = _nonfinite_paths((args, kwargs), "args")
     watch = _Watch()
-    lifted = nnx_state.functionalize(function, args, kwargs)
+    lifted = modules.functionalize(function, args, kwargs)
     if lifted is not None:
         function, args, _ = lifted
         kwargs = {}
-    with compat.retraced(), scopes.named(), compat.set_current_trace(_WatchTrace(parent, watch)):
+    with compat.retraced(), modules.named(), compat.set_current_trace(_WatchTrace(parent, watch)):
         if lifted is not None:
             args = jax.tree.map(lambda leaf: leaf, args)  # variables that belong to this trace
         result = function(*args, **kwargs)
