@@ -28,7 +28,7 @@ from xla_amp.lazy.graph.trace import FIRST_LOOK, instruction_of, trace
 from xla_amp.lazy.programs import execute, mesh
 from xla_amp.lazy.steps import step_marker
 
-LONG = 2048
+LONG = 8192
 """Operations of a program with gradients that may end; compiling takes one to two milliseconds for each."""
 
 
