@@ -151,7 +151,7 @@ def test_as_torch(case: Any) -> None:
 
 
 def test_every_lowering_has_a_row() -> None:
-    assert untested(["loss"], ROWS) == []
+    assert untested(["loss"], ROWS, elsewhere=("_ctc_loss.Tensor", "_ctc_loss_backward.Tensor")) == []
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
