@@ -6,13 +6,11 @@ Never a traceback, a partial output, a file left behind, or the end of the proce
 from __future__ import annotations
 
 import collections
-import sys
 
 import mutations
 import pytest
 
 from xla_amp import cli
-from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import guard, io
 from xla_amp.stablehlo.program import FORMATS
 
@@ -57,7 +55,7 @@ def test_the_programs_are_valid_before_the_damage(sources, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    "group", [*range(8), *(pytest.param(group, marks=pytest.mark.full) for group in range(8, GROUPS))]
+    "group", [*range(2), *(pytest.param(group, marks=pytest.mark.full) for group in range(2, GROUPS))]
 )
 def test_damage_is_told(sources, group, tmp_path, capfd):
     found = collections.Counter()
@@ -105,29 +103,6 @@ CYCLES = {
 def test_cycles_are_told_or_left_alone(name, more, tmp_path, capfd):
     """MLIR allows recursive functions: they convert, and are rejected where calls must be inlined."""
     outcome(CYCLES[name].encode(), tmp_path, capfd, *(f"{each}={tmp_path / 'page'}" for each in more))
-
-
-def test_the_check_notices_a_partial_output(sources, tmp_path, capfd, monkeypatch):
-    def careless(path, data):
-        path.write_bytes(data[:10])
-        raise ModuleError("too late")
-
-    monkeypatch.setattr(io, "write_whole", careless)
-    with pytest.raises(AssertionError, match="out"):
-        outcome(sources["text"], tmp_path, capfd)
-
-
-@pytest.mark.parametrize("what", ["two lines", "a traceback"])
-def test_the_check_notices_more_than_one_line(sources, tmp_path, capfd, monkeypatch, what):
-    def noisy(path, **_):
-        if what == "a traceback":
-            raise KeyError(path)
-        print("something else", file=sys.stderr)
-        raise ModuleError("refused")
-
-    monkeypatch.setattr(io, "load", noisy)
-    with pytest.raises((AssertionError, KeyError)):
-        outcome(sources["text"], tmp_path, capfd)
 
 
 def test_every_kind_of_damage_occurs(sources):

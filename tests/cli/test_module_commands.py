@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -159,20 +157,6 @@ def test_infinity_is_text_in_json(run, folder):
     assert json.loads(out)["outputs"][0]["error"]["relative"] == "inf"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("convert", "net.mlir", "-o", "low.mlir", "--report", "page.html"),
-        ("inspect", "net.mlir", "--report", "page.html"),
-    ],
-    ids=lambda arguments: arguments[0],
-)
-def test_the_report_is_one_whole_page(run, folder, arguments):
-    assert run(*arguments)[0] == 0
-    page = pages.read((folder / "page.html").read_text())
-    assert ("Decisions" if arguments[0] == "convert" else "Operations") == next(iter(page.tables))
-
-
 def test_the_page_of_a_comparison(run, folder):
     assert run("compare", "net.mlir", "net.mlir", "--report", "page.html")[0] == 0
     page = pages.read((folder / "page.html").read_text())
@@ -221,19 +205,6 @@ def test_compare_names_the_results_and_measures_updates(run, folder):
     assert results["result[1]"]["of_update"] is None
     _, out, _ = run("compare", "step.mlir", "low_step.mlir")
     assert "params['w']" in out
-
-
-@pytest.mark.parametrize("command", ["convert", "inspect", "compare"])
-def test_tables_fit_eighty_columns(run, monkeypatch, command):
-    run("convert", "net.mlir", "-o", "low.mlir")
-    monkeypatch.setenv("COLUMNS", "80")
-    arguments = {
-        "convert": ("net.mlir", "-o", "out.mlir"),
-        "inspect": ("low.mlir",),
-        "compare": ("net.mlir", "low.mlir"),
-    }
-    _, out, _ = run(command, *arguments[command])
-    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_a_report_needs_jinja2(run, folder, monkeypatch):
@@ -311,11 +282,3 @@ def test_an_interruption_is_no_traceback(run, monkeypatch):
 
     monkeypatch.setattr(io, "load", interrupted)
     assert run("inspect", "net.mlir") == (130, "", "xla-amp: interrupted\n")
-
-
-def test_as_a_program(folder):
-    command = [sys.executable, "-m", "xla_amp", "inspect", "net.mlir"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-    assert told.returncode == 0
-    assert "\nContractions\n" in told.stdout
-    assert "Traceback" not in told.stderr

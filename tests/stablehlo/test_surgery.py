@@ -74,13 +74,3 @@ def test_a_function_returns_another_value_and_has_its_type(module: Any) -> None:
     surgery.update_type(ir.entry(module))
     ir.verify(module)
     assert list(map(str, ir.signature(module).outputs)) == ["f32[4]", "f16[4]"]
-
-
-def test_a_program_of_one_operation(module: Any) -> None:
-    multiply = surgery.body(surgery.block_of(ir.functions(module)["square"]))[0]
-    single, block = surgery.new_program(multiply.operands, multiply.results)
-    with ir.mlir().InsertionPoint(block):
-        copied = multiply.clone().operation
-        surgery.replace_operands(copied, dict(zip(multiply.operands, block.arguments, strict=True)))
-        ir.mlir().Operation.create("func.return", operands=list(copied.results))
-    np.testing.assert_allclose(module_runs.run(single, [X, X])[0], X * X, rtol=1e-6)

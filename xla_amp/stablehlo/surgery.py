@@ -150,24 +150,6 @@ def replace_operands(root: Any, values: Mapping[Any, Any]) -> None:
                 operation.operands[index] = values[operand]
 
 
-def new_program(reads: Iterable[Any], gives: Iterable[Any], functions: Iterable[Any] = ()) -> tuple[Any, Any]:
-    """A module of the current context with an empty function ``main``, and main's block.
-
-    Args:
-        reads: values of the types of main's arguments.
-        gives: values of the types of its results.
-        functions: of another module, to copy into this one.
-    """
-    mlir = ir.mlir()
-    made, kind = mlir.Module.create(), mlir.FunctionType.get(*([each.type for each in ends] for ends in (reads, gives)))
-    with mlir.InsertionPoint(made.body):
-        names = {_NAME: mlir.StringAttr.get("main"), _TYPE: mlir.TypeAttr.get(kind)}
-        main = mlir.Operation.create("func.func", attributes=names, regions=1)
-        for function in functions:
-            function.clone()
-    return made, main.regions[0].blocks.append(*kind.inputs)
-
-
 def call_composites(module: Any) -> None:
     """Replaces each composite by a call of its decomposition, which means the same."""
     ir.run_passes(module, "func.func(stablehlo-legalize-composite-to-call)")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import threading
-import types
 from pathlib import Path
 
+import jax.numpy as jnp
 import pages
 import pytest
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.nn.modules import module as torch_module
 
 import xla_amp
+import xla_amp.jax
 from xla_amp import policy
 from xla_amp.common import events
 from xla_amp.pytorch.autocast import cast_kernel, decision_events, xla_dispatch
@@ -101,6 +102,37 @@ def test_a_step_on_the_lazy_device():
         scaler.update()
     assert [row[0] for row in ruled(report)] == ["linear", "matmul", "softmax.int", "mse_loss"]
     assert report.summary()["casts_inserted"]["float32->bfloat16"] == 3
+
+
+def test_a_step_of_nnx_names_the_users_line_and_the_path_of_the_module():
+    from flax import nnx
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.norm, self.up = nnx.LayerNorm(4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return nnx.gelu(self.up(self.norm(x)))
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    @nnx.jit
+    def step(net, x):
+        return nnx.value_and_grad(xla_amp.jax.autocast(lambda net, x: (net(x) ** 2).mean()))(net, x)
+
+    with xla_amp.explain() as report:
+        step(Net(nnx.Rngs(0)), jnp.ones((2, 4)))
+    line = f"{__file__}:{Block.__call__.__code__.co_firstlineno + 1}"
+    places = {(row["module"], row["location"]) for row in report.rows() if row["operation"] in ("matmul", "rsqrt")}
+    assert places == {(f"blocks.{number}.{part}", line) for number in range(2) for part in ("norm", "up")}
+    assert {row["location"].rpartition(":")[0] for row in report.rows()} == {__file__}, "none of Flax"
 
 
 def test_it_says_which_form_computes_a_convolution_and_why_no_other():
@@ -283,14 +315,6 @@ def test_json(report):
     }
     assert document["operations"][0]["before"] == ["float32", "float32"]
     assert document["operations"][3]["front"] == "jax"
-
-
-def test_without_torch_only_other_fronts_are_heard(monkeypatch):
-    monkeypatch.setattr("xla_amp.tools.explain.on_pytorch.sys", types.SimpleNamespace(modules={}))
-    with xla_amp.explain() as report:
-        events.decided(entry(front="stablehlo"))
-        assert cast_kernel._installed == {}
-    assert len(report) == 1
 
 
 def test_off_it_is_one_branch(monkeypatch):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from xla_amp.common import events
+from xla_amp.common import arguments, events
 from xla_amp.tools.monitor.history import History, StepRecord
 
 _GONE: Final[Mapping[str, str]] = {
@@ -50,9 +50,7 @@ class HostMonitor(abc.ABC):
         first_step: int,
         gone: Iterable[str],
     ) -> None:
-        for name in gone:
-            why = f"leave it out: {_GONE[name]}" if name in _GONE else "there is no such argument"
-            raise TypeError(f"monitor({name}=...): {why}")
+        arguments.refuse("monitor", gone, _GONE)
         for name, number, least in (("history", history, 1), ("first_step", first_step, 0)):
             if not isinstance(number, int) or number < least:
                 raise ValueError(f"monitor({name}={number!r}): expected an integer of at least {least}")

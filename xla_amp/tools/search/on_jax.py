@@ -137,7 +137,8 @@ class JaxProgram(fronts.MeasuredProgram):
 
 
 def _quantities(call: Callable[..., Any], chosen: _Arrays, others: _Arrays) -> dict[str, list[Any]]:
-    if not _is_loss(jax.eval_shape(call, chosen, others)):
+    result = _loss(jax.eval_shape(call, chosen, others))
+    if not _is_floating(result) or result.size != 1:
         return {"output": [_wide(leaf) for leaf in jax.tree.leaves(call(chosen, others)) if _is_floating(leaf)]}
     if not chosen:
         return {"loss": [_wide(_loss(call(chosen, others)))]}
@@ -155,11 +156,6 @@ def _is_floating(leaf: Any) -> bool:
 
 def _wide(leaf: Any) -> Any:
     return leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf
-
-
-def _is_loss(result: Any) -> bool:
-    found = _loss(result)
-    return _is_floating(found) and found.size == 1
 
 
 def _loss(result: Any) -> Any:
