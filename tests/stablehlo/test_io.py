@@ -262,6 +262,15 @@ def test_what_no_program_can_be_is_refused_in_one_line(body: str, problem: str) 
     assert "\n" not in str(raised.value)
 
 
+def test_bytecode_without_its_values_is_refused() -> None:
+    with ir.new_context() as context:
+        constant = "stablehlo.constant dense_resource<__elided__> : tensor<9xf32>"
+        text = f"func.func @main() -> tensor<9xf32> {{ %c = {constant} return %c : tensor<9xf32> }}"
+        data = ir.bytecode(ir.mlir().Module.parse(text, context))
+    with pytest.raises(ModuleError, match="large constants were left out"):
+        ir.parse(data)
+
+
 def test_a_name_that_is_not_utf8_is_no_damage() -> None:
     text = r"""
     func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> { return %x : tensor<4xf32> }

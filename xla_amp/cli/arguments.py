@@ -48,17 +48,6 @@ def given(arguments: argparse.Namespace) -> str:
     return f"random, seed {arguments.seed}" if arguments.inputs is None else str(arguments.inputs)
 
 
-def check_needs(arguments: argparse.Namespace, needs: Mapping[str, str]) -> None:
-    """Checks options that do nothing without another: option -> the other one.
-
-    Raises:
-        FileError: the other one is not given.
-    """
-    for option, needed in needs.items():
-        if getattr(arguments, option) and not getattr(arguments, needed):
-            raise FileError(f"--{option.replace('_', '-')} needs --{needed.replace('_', '-')}")
-
-
 def left(parser: argparse.ArgumentParser, option: str, instead: str, value: str | None = None) -> None:
     """An option of the release before, with or without a value: an error that tells what to use instead."""
 

@@ -128,13 +128,13 @@ def _rules(given: list[tuple[str, Any]]) -> dict[str, Any] | None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
-    from xla_amp.stablehlo import constants, io, samples
+    from xla_amp.stablehlo import io, samples
     from xla_amp.tools.inspect import inspection
 
     common.check_report(arguments)
-    common.check_needs(arguments, {"target_error": "inputs"})
+    if arguments.target_error is not None and not arguments.inputs:
+        raise FileError("--target-error needs --inputs")
     program = common.read(arguments.source, arguments.function)
-    constants.check_elided(program.module)
     kind = io.check_format(program, arguments.output, arguments.format)
     if arguments.output == common.STANDARD and kind != "text" and sys.stdout.isatty():
         raise FileError(f"-o -: {kind} is not for a terminal; use --format text, or redirect standard output")

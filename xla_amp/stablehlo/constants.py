@@ -89,14 +89,6 @@ def with_values(module: ir.MlirModule) -> ir.MlirModule:
     return copied
 
 
-def check_elided(module: ir.MlirModule) -> None:
-    """Raises ModuleError if a printer has left out the values of a constant."""
-    for operation in ir.operations(module.operation):
-        attribute = _resource_of(operation)
-        if attribute is not None and "<__elided__>" in str(attribute):
-            raise ModuleError(f"a constant without values: {attribute}; print the module with its resources")
-
-
 def _resource_of(operation: Any) -> Any:
     """The resource that an operation is the constant of, or None."""
     value = ir.attribute(operation, "value") if operation.name == "stablehlo.constant" else None

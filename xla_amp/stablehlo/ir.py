@@ -82,8 +82,7 @@ def parse(source: str | bytes, name: str = "module") -> MlirModule:
                 module = ir.Module.parse(source, context)
         except (ir.MLIRError, ValueError) as error:
             raise ModuleError(f"{name}: not a StableHLO module: {_first_line(error, problems)}") from None
-    text = source.encode() if isinstance(source, str) else source
-    if not text.startswith(BYTECODE_MAGIC) and _ELIDED in text:
+    if _ELIDED in (source.encode() if isinstance(source, str) else source):
         raise ModuleError(
             f"{name}: its large constants were left out when it was printed (__elided__); print it with them, or write "
             "bytecode"
@@ -99,7 +98,8 @@ def parse(source: str | bytes, name: str = "module") -> MlirModule:
     return module
 
 
-_ELIDED: Final = b"dense_resource<__elided__>"
+_ELIDED: Final = b"__elided__"
+"""Name of the values that a printer has left out, in text and in bytecode."""
 
 
 def _recursive(module: MlirModule) -> list[str]:
