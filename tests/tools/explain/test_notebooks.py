@@ -42,7 +42,7 @@ def test_a_search_result_is_one_line():
     w = jnp.ones((8, 8))
     rows = [(w, jax.random.normal(jax.random.key(i), (4, 8))) for i in range(4)]
     found = xla_amp.jax.search(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), rows, budget=0.1)
-    assert repr(found).startswith("SearchResult(met=True, 2 of 2 candidates low")
+    assert repr(found).startswith("SearchResult(met=True, 1 of 1 candidates low")
     assert len(repr(found)) < 120
     assert found._repr_html_().startswith("<iframe srcdoc=")
 
