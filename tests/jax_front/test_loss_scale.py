@@ -287,7 +287,7 @@ def test_misuse_is_named(call, words):
 
 def reduced_in(kind, dtype):
     """dtype of the all-reduce in the program of two devices that reduce a gradient of `kind`."""
-    mesh = jax.sharding.AbstractMesh((2,), ("d",))
+    mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     part = jax.sharding.PartitionSpec("d")
     step = jax.shard_map(
         lambda g: reduce_gradients({"w": g}, "d", dtype), mesh=mesh, in_specs=part, out_specs=part, check_vma=False

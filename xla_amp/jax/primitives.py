@@ -157,6 +157,7 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
         opaque=True,
     )
     | _row("fixed_dtype", _FIXED, "approx_top_k", exact=True)
+    | _row("fixed_dtype", "JAX 0.12 searches a sorted array with it", "call_hi_primitive", exact=True)
     | _row(
         "fixed_dtype", _FIXED,
         "debug_callback", "debug_print", "io_callback", "pure_callback",
