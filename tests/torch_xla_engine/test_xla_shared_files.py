@@ -19,6 +19,7 @@ from source_tree import ROOT
 from xla_amp.common import config
 
 COUNTS = "counts what the lazy device records"
+ON_DEVICE = "test_torchs_own_optimizers_step_on_the_device has it"
 FILES: Mapping[str, tuple[int, Mapping[str, str]]] = MappingProxyType(
     {
         "autocast/test_autocast_regions.py": (20, {}),
@@ -32,7 +33,10 @@ FILES: Mapping[str, tuple[int, Mapping[str, str]]] = MappingProxyType(
             "test_torchs_scaler_does_not_wait_either": "torch_xla's device does (test_what_the_stock_scaler_costs)",
         }),
         "optim/test_optimizer_options.py": (30, {}),
-        "optim/test_scaler_states.py": (6, {}),
+        "optim/test_scaler_states.py": (6, {
+            "test_a_loop_does_what_the_model_does[XLA Adam]": ON_DEVICE,
+            "test_a_loop_does_what_the_model_does[XLA fused SGD]": ON_DEVICE,
+        }),
         "optim/test_syncfree.py": (40, {}),
         "optim/test_torch_scaling.py": (12, {"test_unscale_sparse": "torch_xla's device has no sparse tensors"}),
     }
