@@ -12,8 +12,9 @@ import jax
 import numpy as np
 import pytest
 import torch
-from harness import Call, execute
+from harness import called
 
+import xla_amp
 from xla_amp.common import loss_scaling
 from xla_amp.common.loss_scaling import LARGEST, update
 from xla_amp.jax import LossScale
@@ -99,13 +100,12 @@ def test_lowering_equals_torch_bit_for_bit():
     scales = ((65536.0, 1999), (65536.0, 5), (2.0**127, 1999), (2.0**-149, 3), (0.1, 1999))
     choices = itertools.product(scales, (0.0, 1.0), ((2.0, 0.5), (1.7, 0.3)))
     rows += [(*scale, flag, *factors, 2000) for scale, flag, factors in choices]
-    calls, promised = [], []
+    device, results = xla_amp.xla_device(), []
     for value, tracker, flag, *factors in rows:
-        arrays = torch.tensor([value]), torch.tensor([tracker], dtype=torch.int32)
-        calls.append(Call("_amp_update_scale_", (*arrays, torch.tensor([flag]), *factors), {}))
-        promised.append(arrays)
-    results = [tuple(tensor.item() for tensor in pair) for pair in execute(calls, promised)]
-    assert results == [torch_update(*row) for row in rows]
+        arrays = torch.tensor([value]), torch.tensor([tracker], dtype=torch.int32), torch.tensor([flag])
+        results.append(called("_amp_update_scale_", (*arrays, *factors), {}, device))
+    xla_amp.sync()
+    assert [tuple(tensor.item() for tensor in pair) for pair in results] == [torch_update(*row) for row in rows]
 
 
 def test_loss_scale_equals_torch_bit_for_bit():

@@ -1,15 +1,17 @@
-"""Run a lowering as the engine does and compare it with PyTorch on the CPU.
+"""Compare operations and programs on the lazy device with torch on the CPU.
 
-``check("add.Tensor", x, y, alpha=2)`` calls ``torch.ops.aten.add.Tensor`` and the lowering with the same arguments,
-translated by the operation's schema as `xla_amp.lowering.registry` documents, and compares every result.
+``check("add.Tensor", x, y, alpha=2)`` calls ``torch.ops.aten.add.Tensor`` on both devices.  Nothing runs before the
+test's end: `finish` (tests/lowering/conftest.py) compares all checks of a test, computed in one program.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,25 +20,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
+from xla_amp import lazy as engine
+from xla_amp.errors import XlaAmpError
 from xla_amp.lowering import Lowering, find, table
 from xla_amp.lowering.operand import materialize
-
-DTYPES: dict[torch.dtype, np.dtype] = {
-    torch.float64: np.dtype(np.float64),
-    torch.float32: np.dtype(np.float32),
-    torch.float16: np.dtype(np.float16),
-    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
-    torch.complex64: np.dtype(np.complex64),
-    torch.complex128: np.dtype(np.complex128),
-    torch.int64: np.dtype(np.int64),
-    torch.int32: np.dtype(np.int32),
-    torch.int16: np.dtype(np.int16),
-    torch.int8: np.dtype(np.int8),
-    torch.uint8: np.dtype(np.uint8),
-    torch.uint64: np.dtype(np.uint64),
-    torch.bool: np.dtype(np.bool_),
-}
 
 TOLERANCE: dict[torch.dtype, float] = {
     torch.float64: 1e-11,
@@ -49,16 +46,55 @@ TOLERANCE: dict[torch.dtype, float] = {
 """Relative and absolute: one unit in the last place of the half types (both sides round once), a few of float32.
 A value computed in the half type itself, or a float64 value that went through float32, fails."""
 
-_QUICK = {"xla_backend_optimization_level": 0}
-"""Each program runs once on a few elements: without LLVM's optimization a test takes half the time."""
-
-DROPPED = ("Device", "Layout", "Generator", "MemoryFormat")
-
+COMPILED = "/jax/core/compile/backend_compile_duration"
+TRACED = "/jax/core/compile/jaxpr_trace_duration"
 
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 """Whether torch is older than the pinned version."""
 _LATER = frozenset(("_foreach_clone", "_grid_sampler_2d_cpu_fallback_backward"))
 """Operations that an older torch lacks, or composes of others."""
+
+
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+
+def assert_same(program: Callable[[str], Any], *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Asserts that ``program("jax")`` returns what ``program("cpu")`` returns, exactly unless told otherwise."""
+    expected, actual = (tree_flatten_with_path(program(where))[0] for where in ("cpu", "jax"))
+    assert [path for path, _ in actual] == [path for path, _ in expected]
+    for (path, want), (_, got) in zip(expected, actual, strict=True):
+        where = f"result {keystr(path)}"
+        if isinstance(want, torch.Tensor):
+            compare(_read(got), _read(want), rtol=rtol, atol=atol, where=where)
+        else:
+            assert got == want, f"{where}: {got!r}, torch gives {want!r}"
+
+
+def _read(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()
+
+
+@contextlib.contextmanager
+def jax_events() -> Iterator[list[str]]:
+    """Names of the timed events that JAX reports meanwhile."""
+    seen: list[str] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def array_behind(tensor: torch.Tensor) -> jax.Array | None:
+    """The JAX array of the storage behind a tensor (``None`` while its value is only in the trace)."""
+    return tensor.untyped_storage()._xla_amp.array
+
+
+# -- operations -------------------------------------------------------------------------------------------------------
 
 
 def is_here(name: str) -> bool:
@@ -73,228 +109,79 @@ def operator(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, library or "aten"), packet), overload or "default")
 
 
-def to_array(tensor: torch.Tensor) -> jax.Array:
-    """A CPU tensor as a JAX array of the same dtype (inside `jax.enable_x64`)."""
-    tensor = tensor.detach().resolve_conj().contiguous()
-    if tensor.dtype is torch.bfloat16:
-        return jnp.array(tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
-    return jnp.array(tensor.numpy())
+def lowering_of(name: str) -> Lowering:
+    """The registered lowering (fails the test when there is none)."""
+    found = find(name)
+    assert found is not None, f"{name} has no lowering"
+    return found
 
 
-def to_tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
-    """A JAX array as a CPU tensor of `dtype`, converted as the engine converts results."""
-    array = np.asarray(jax.lax.convert_element_type(array, DTYPES[dtype]))
-    if dtype is torch.bfloat16:
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(array.copy())
+def called(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | str) -> list[Any]:
+    """The operation's new results on a device, then the new values of the arguments that its lowering writes."""
+    operation = operator(name)
+    arguments = operation._schema.arguments
+    args, kwargs = tree_map_only(torch.Tensor, lambda x: x.detach().to(device, copy=True), (args, dict(kwargs)))
+    if any(argument.name == "device" for argument in arguments):
+        kwargs["device"] = device
+    with torch.no_grad():
+        returned = operation(*args, **kwargs)
+    returned = returned if isinstance(returned, (tuple, list)) else (returned,)
+    if len(operation._schema.returns) == len(returned):
+        kinds = [r.alias_info for r in operation._schema.returns]
+        returned = [x for x, alias in zip(returned, kinds, strict=True) if alias is None or not alias.is_write]
+    names = [argument.name for argument in arguments if not argument.kwarg_only]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    written = [tensor for key in lowering_of(name).mutates for tensor in tree_leaves(given.get(key))]
+    return [*(returned if operation._schema.returns else ()), *(x for x in written if x is not None)]
 
 
-def _leaves(values: Iterable[Any]) -> Iterable[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _leaves(value)
-        else:
-            yield value
-
-
-def common_dtype(values: Iterable[Any]) -> torch.dtype | None:
-    """torch's promotion of all tensors and numbers among `values`.
-
-    `torch.result_type` takes two operands: dimensioned tensors, 0-d tensors and numbers are each promoted first, as in
-    ``at::native::result_type``.
-    """
-    tensors: list[torch.dtype] = []
-    scalars: list[torch.dtype] = []
-    numbers: list[Any] = []
-    for value in _leaves(values):
-        if isinstance(value, torch.Tensor):
-            (tensors if value.dim() else scalars).append(value.dtype)
-        elif isinstance(value, (bool, int, float, complex)):
-            numbers.append(value)
-    operands: list[Any] = []
-    if tensors:
-        operands.append(torch.empty(1, dtype=functools.reduce(torch.promote_types, tensors)))
-    if scalars:
-        operands.append(torch.empty((), dtype=functools.reduce(torch.promote_types, scalars)))
-    if numbers:
-        operands.append(max(numbers, key=lambda number: (bool, int, float, complex).index(type(number))))
-    if not operands:
-        return None
-    result = operands[0]
-    for operand in operands[1:]:
-        dimensioned = isinstance(result, torch.Tensor) and result.dim() > 0
-        result = torch.empty((1,) if dimensioned else (), dtype=torch.result_type(result, operand))
-    return torch.result_type(result, result)
-
-
-class Call:
-    """One call of an operation: its arguments bound to the schema."""
-
-    def __init__(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        lowering = find(name)
-        assert lowering is not None, f"{name} has no lowering"
-        self.name, self.lowering, self.operator = name, lowering, operator(name)
-        self.schema = self.operator._schema
-        self.values: dict[str, Any] = {}
-        self.given: set[str] = set()
-        rest = list(args)
-        for argument in self.schema.arguments:
-            if rest and not argument.kwarg_only:
-                self.values[argument.name] = rest.pop(0)
-                self.given.add(argument.name)
-            elif argument.name in kwargs:
-                self.values[argument.name] = kwargs[argument.name]
-                self.given.add(argument.name)
-            else:
-                assert argument.has_default_value(), f"{name} needs {argument.name!r}"
-                self.values[argument.name] = argument.default_value
-        misplaced = [*rest, *set(kwargs).difference(self.values)]
-        assert not misplaced, f"{name} has no place for {misplaced}: {self.schema}"
-
-    def on_cpu(self, convert: Callable[[Any], Any] = lambda value: value) -> tuple[Any, ...]:
-        """torch's new results, then the new values of the mutated arguments."""
-        copies = {name: convert(_copied(self.values[name])) for name in self.given}
-        positional = [copies[a.name] for a in self.schema.arguments if not a.kwarg_only and a.name in self.given]
-        positional_names = [a.name for a in self.schema.arguments if not a.kwarg_only and a.name in self.given]
-        names = [a.name for a in self.schema.arguments if not a.kwarg_only][: len(positional)]
-        if positional_names != names:  # a gap: pass the rest by name
-            positional, keywords = [], dict(copies)
-        else:
-            keywords = {name: value for name, value in copies.items() if name not in positional_names}
-        returned = self.operator(*positional, **keywords)
-        returned = returned if isinstance(returned, (tuple, list)) else (returned,)
-        if len(self.schema.returns) == 1 and str(self.schema.returns[0].type).startswith("List["):
-            new = list(returned)
-        else:
-            new = [v for v, r in zip(returned, self.schema.returns, strict=True) if r.alias_info is None]
-        written = [t for name in self.lowering.mutates for t in _leaves([copies.get(name)]) if t is not None]
-        return (*new, *written)
-
-    def lowered(self, expected: Sequence[Any], *, platform: str = "cpu", seed: int = 0) -> list[torch.Tensor | None]:
-        """The lowering's results, converted to the dtypes of `expected` (torch's)."""
-        return execute([self], [expected], platform=platform, seed=seed)[0]
-
-    def bind(
-        self, expected: Sequence[Any], platform: str, seed: int
-    ) -> tuple[list[jax.Array], Callable[[Sequence[Any]], list[Any]]]:
-        """The arrays that the engine would pass, and the lowering as a function of only these."""
-        arrays: list[jax.Array] = []
-        args, kwargs = [], {}
-
-        def place(array: Any) -> Callable[[Sequence[Any]], Any]:
-            arrays.append(array)
-            index = len(arrays) - 1
-            return lambda inputs: inputs[index]
-
-        for argument in self.schema.arguments:
-            slot = self._slot(argument, place)
-            if slot is None:
-                continue
-            if argument.kwarg_only:
-                kwargs[argument.name] = slot
-            else:
-                args.append(slot)
-        supplies = self._supplies(expected, platform)
-        if "rng" in self.lowering.supplies:
-            kwargs["rng"] = place(jax.random.key(seed))
-
-        def function(inputs: Sequence[Any]) -> list[Any]:
-            results = self.lowering.function(
-                *[slot(inputs) for slot in args],
-                **{name: slot(inputs) for name, slot in kwargs.items()},
-                **supplies,
-            )
-            return [materialize(x) for x in (results if isinstance(results, (tuple, list)) else [results])]
-
-        return arrays, function
-
-    def _supplies(self, expected: Sequence[Any], platform: str) -> dict[str, Any]:
-        outs = tuple(None if e is None else jax.ShapeDtypeStruct(tuple(e.shape), DTYPES[e.dtype]) for e in expected)
-        common = common_dtype(self.values.values())
-        available = {
-            "out": outs[0] if outs else None,
-            "outs": outs,
-            "common": None if common is None else DTYPES[common],
-            "platform": platform,
-            "replicas": None,
-        }
-        return {name: value for name, value in available.items() if name in self.lowering.supplies}
-
-    def _slot(self, argument: Any, place: Callable[[Any], Any]) -> Callable[[Sequence[Any]], Any] | None:
-        text = str(argument.real_type)
-        kind = text.removeprefix("Optional[").removesuffix("]") if text.startswith("Optional[") else text
-        value = self.values[argument.name]
-        if kind in DROPPED or argument.name == "pin_memory":
-            return None
-        if kind == "ScalarType":
-            dtype = DTYPES[value] if isinstance(value, torch.dtype) else None
-            return lambda inputs: dtype
-        if value is None or (argument.name not in self.given and kind != "Tensor"):
-            default = list(value) if isinstance(value, (list, tuple)) else value
-            return lambda inputs: default
-        lifted = kind == "number" and argument.name not in self.lowering.static
-        lifted = lifted or (kind == "float" and argument.name in self.lowering.lifted)
-        if kind == "Tensor" or lifted:
-            return _operand(value, place)
-        if kind in ("List[Tensor]", "List[Optional[Tensor]]", "List[number]"):
-            slots = [_operand(item, place) for item in value]
-            return lambda inputs: [slot(inputs) for slot in slots]
-        if kind.startswith("List["):
-            items = list(value) if isinstance(value, (list, tuple)) else [value] * (argument.N or 1)
-            return lambda inputs: items
-        return lambda inputs: value
-
-
-def execute(
-    calls: Sequence[Call], expected: Sequence[Sequence[Any]], *, platform: str = "cpu", seed: int = 0
-) -> list[list[torch.Tensor | None]]:
-    """The lowerings' results, converted to the dtypes of `expected`; one program for all calls."""
-    with jax.enable_x64(True):
-        bound = [call.bind(promised, platform, seed) for call, promised in zip(calls, expected, strict=True)]
-
-        def program(inputs: Sequence[Any]) -> list[list[Any]]:
-            return [function(arrays) for (_, function), arrays in zip(bound, inputs, strict=True)]
-
-        results = jax.jit(program, compiler_options=_QUICK)([arrays for arrays, _ in bound])
-        tensors = []
-        for call, got, promised in zip(calls, results, expected, strict=True):
-            assert len(got) == len(promised), f"{call.name}: {len(got)} results, torch gives {len(promised)}"
-            tensors.append(
-                [None if e is None or r is None else to_tensor(r, e.dtype) for r, e in zip(got, promised, strict=True)]
-            )
-        return tensors
-
-
-def _operand(value: Any, place: Callable[[Any], Any]) -> Callable[[Sequence[Any]], Any]:
-    if isinstance(value, torch.Tensor):
-        return place(to_array(value))
-    if type(value) is float:
-        return place(jnp.asarray(value, jnp.float64))
-    if type(value) is int:
-        return place(jnp.asarray(value, jnp.int64))
-    return lambda inputs: value
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(item) for item in value)
-    return value
+def run(name: str, *args: Any, seed: int = 0, **kwargs: Any) -> list[Any]:
+    """`called` on the lazy device, as CPU tensors."""
+    device = engine.device()
+    engine.manual_seed(seed)
+    return tree_map_only(torch.Tensor, _read, called(name, args, kwargs, device))
 
 
 def widened(value: Any) -> Any:
     """`value` with every floating-point tensor in float64, for a reference without intermediate rounding."""
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.double()
-    if isinstance(value, (list, tuple)):
-        return type(value)(widened(item) for item in value)
-    return value
+    return tree_map(lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, value)
 
 
-def run(name: str, *args: Any, like: Sequence[Any], platform: str = "cpu", seed: int = 0, **kwargs: Any) -> list[Any]:
-    """The lowering's results as CPU tensors; `like` has the shapes and dtypes of torch's results."""
-    return Call(name, args, kwargs).lowered(like, platform=platform, seed=seed)
+@dataclasses.dataclass(kw_only=True)
+class _Check:
+    """A call that was made on both devices."""
+
+    where: str
+    got: list[Any] | _Lowered
+    expected: list[Any]
+    """Values on the CPU."""
+    promised: list[Any]
+    """Shapes and dtypes on the CPU."""
+    tolerances: dict[str, float | None]
+    skip: Sequence[int]
+
+    def problem(self) -> str:
+        """What differs, or the empty string."""
+        try:
+            assert len(self.got) == len(self.promised), (
+                f"{self.where}: {len(self.got)} results, torch gives {len(self.promised)}"
+            )
+            for index, (got, want, like) in enumerate(zip(self.got, self.expected, self.promised, strict=True)):
+                where = f"{self.where}: result {index}"
+                if like is None or got is None:
+                    assert got is like, f"{where}: {type(got).__name__}, torch gives {type(like).__name__}"
+                elif index in self.skip:
+                    assert got.shape == like.shape, f"{where}: {tuple(got.shape)}, torch gives {tuple(like.shape)}"
+                elif isinstance(like, torch.Tensor):
+                    compare(_read(got), want.to(like.dtype), **self.tolerances, where=where)
+        except (AssertionError, XlaAmpError) as error:
+            return str(error) if isinstance(error, AssertionError) else f"{self.where}: {error}"
+        return ""
+
+
+_checks: list[_Check] = []
+_place = ""
+"""What a failure of the checks that are made now is said to be of."""
 
 
 def check(
@@ -307,47 +194,88 @@ def check(
     skip: Sequence[int] = (),
     **kwargs: Any,
 ) -> None:
-    """Asserts that the lowering of `name` gives what torch gives on the CPU: shapes, dtypes and values.
+    """Asserts, when the test ends, that the lazy device gives what torch gives on the CPU: shapes, dtypes and values.
 
     Args:
         rtol, atol: tolerances instead of `TOLERANCE` for the results' dtype.
-        platform: the XLA platform that is passed to the lowering.
+        platform: the XLA platform that the lowering is told, if not this one.
         wide: compare with torch's float64 results (for half inputs where torch rounds intermediate results); dtypes
             are still those of torch's results.
         skip: results whose values are not compared (unspecified by torch); their shapes are.
     """
-    _check_calls([Call(name, args, kwargs)], rtol=rtol, atol=atol, platform=platform, wide=wide, skip=skip)
+    promised = called(name, args, kwargs, "cpu")
+    expected = promised
+    if wide:  # of an update in place only the lists: flags and scales stay float32, as torch's kernels require
+        lists = bool(lowering_of(name).mutates) and any(isinstance(x, list) for x in args)
+        wider = [widened(x) if isinstance(x, list) or not lists else x for x in args]
+        expected = called(name, wider, kwargs if lists else widened(dict(kwargs)), "cpu")
+    got: Any = None
+    if platform == "cpu":
+        got = called(name, args, kwargs, engine.device())
+    else:
+        got = _Lowered(name, args, kwargs, promised, platform)
+    dtypes = [str(x.dtype).removeprefix("torch.") for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+    _checks.append(
+        _Check(
+            where=f"{_place}{name} of {', '.join(dtypes)}",
+            got=got,
+            expected=expected,
+            promised=promised,
+            tolerances={"rtol": rtol, "atol": atol},
+            skip=skip,
+        )
+    )
 
 
-def _check_calls(
-    calls: Sequence[Call],
-    *,
-    rtol: float | None = None,
-    atol: float | None = None,
-    platform: str = "cpu",
-    wide: bool = False,
-    skip: Sequence[int] = (),
-) -> None:
-    promised = [call.on_cpu() for call in calls]
-    actual = execute(calls, promised, platform=platform)
-    for call, results, likes in zip(calls, actual, promised, strict=True):
-        expected = call.on_cpu(widened) if wide else likes
-        dtypes = [str(v.dtype).removeprefix("torch.") for v in _leaves(call.values.values()) if hasattr(v, "dtype")]
-        for index, (got, want, like) in enumerate(zip(results, expected, likes, strict=True)):
-            where = f"{call.name} of {', '.join(dtypes)}: result {index}"
-            if like is None or got is None:
-                assert got is like, f"{where}: {type(got).__name__}, torch gives {type(like).__name__}"
-                continue
-            assert got.shape == like.shape, f"{where}: shape {tuple(got.shape)}, torch gives {tuple(like.shape)}"
-            if index not in skip:
-                compare(got, want.to(like.dtype), rtol=rtol, atol=atol, where=where)
+def finish() -> None:
+    """Computes the checks that were made since the last call, in one program, and asserts that none differs."""
+    checks = list(_checks)
+    _checks.clear()
+    elsewhere = [each for each in checks if isinstance(each.got, _Lowered)]
+    for each, got in zip(elsewhere, _computed([each.got for each in elsewhere]), strict=True):  # type: ignore[misc]
+        each.got = got
+    with contextlib.suppress(XlaAmpError):  # the values that it concerns raise it when they are read
+        engine.sync()
+    problems = [problem for each in checks if (problem := each.problem())]
+    assert not problems, "\n".join(problems)
+
+
+def forget() -> None:
+    """Drops the checks that a failed test has left."""
+    global _place
+    _checks.clear()
+    _place = ""
+
+
+def together(names: str | Sequence[str], values: Iterable[Any], ids: Any = None) -> Callable[[Any], Any]:
+    """As ``pytest.mark.parametrize``, but in one test, whose checks are one program."""
+    keys, rows = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names), list(values)
+
+    def decorate(function: Any) -> Any:
+        signature = inspect.signature(function)
+
+        def test(**fixtures: Any) -> None:
+            global _place
+            outer = _place
+            for value in rows:
+                given = dict(zip(keys, value if len(keys) > 1 else (value,), strict=True))
+                _place = f"{outer}{given}: "
+                function(**fixtures, **given)
+            _place = outer
+
+        functools.update_wrapper(test, function)
+        del test.__wrapped__
+        left = [parameter for name, parameter in signature.parameters.items() if name not in keys]
+        test.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def compare(
     got: torch.Tensor, want: torch.Tensor, *, rtol: float | None = None, atol: float | None = None, where: str = ""
 ) -> None:
     """Asserts equality within `TOLERANCE` of the dtype (exactly for integers and booleans); NaN equals NaN."""
-    assert got.dtype == want.dtype, f"{where}: dtype {got.dtype}, expected {want.dtype}"
     default = TOLERANCE.get(want.dtype, 0.0)
     torch.testing.assert_close(
         got,
@@ -358,6 +286,77 @@ def compare(
         msg=lambda text: f"{where}: {text}",
     )
 
+
+# -- a lowering called as a function, for another platform ------------------------------------------------------------
+
+
+def to_array(tensor: torch.Tensor) -> jax.Array:
+    """A CPU tensor as a JAX array of the same dtype (inside `jax.enable_x64`)."""
+    tensor = tensor.detach().resolve_conj().contiguous()
+    if tensor.dtype is torch.bfloat16:
+        return jnp.array(tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
+    return jnp.array(tensor.numpy())
+
+
+def to_tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A JAX array as a CPU tensor of `dtype`, converted as the engine converts results."""
+    array = np.asarray(jax.lax.convert_element_type(array, _numpy(dtype)))
+    if dtype is torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def _numpy(dtype: torch.dtype) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16) if dtype is torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype
+
+
+class _Lowered:
+    """A call of a lowering that is told another platform; `like` has torch's results."""
+
+    def __init__(self, name: str, args: Sequence[Any], kwargs: Any, like: Sequence[Any], platform: str) -> None:
+        self._lowering, self._kwargs, self.like = lowering_of(name), kwargs, like
+        self._leaves, self._tree = tree_flatten(list(args))
+        outs = tuple(None if x is None else jax.ShapeDtypeStruct(tuple(x.shape), _numpy(x.dtype)) for x in like)
+        supplies = {"out": outs[0], "outs": outs, "platform": platform}
+        self._supplies = {key: value for key, value in supplies.items() if key in self._lowering.supplies}
+        self.tensors = {i: x for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor)}
+
+    def __call__(self, arrays: Mapping[int, jax.Array]) -> list[Any]:
+        args = tree_unflatten([arrays.get(i, x) for i, x in enumerate(self._leaves)], self._tree)
+        results = self._lowering.function(*args, **self._kwargs, **self._supplies)
+        return [materialize(x) for x in (results if isinstance(results, (tuple, list)) else [results])]
+
+
+def _computed(calls: Sequence[_Lowered]) -> list[list[Any]]:
+    """The results of calls, in one program."""
+    if not calls:
+        return []
+    with jax.enable_x64(True):
+        arrays = [{i: to_array(x) for i, x in call.tensors.items()} for call in calls]
+        results = jax.jit(lambda inputs: [call(x) for call, x in zip(calls, inputs, strict=True)])(arrays)
+        return [
+            [None if x is None else to_tensor(r, x.dtype) for r, x in zip(found, call.like, strict=True)]
+            for found, call in zip(results, calls, strict=True)
+        ]
+
+
+def lowered_here(name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    """The arrays that a lowering returns for CPU tensors, in one program; keywords go to it as they are."""
+    given = {i: x for i, x in enumerate(args) if isinstance(x, torch.Tensor)}
+
+    def function(arrays: Mapping[int, jax.Array]) -> list[Any]:
+        return list(lowering_of(name).function(*(arrays.get(i, x) for i, x in enumerate(args)), **kwargs))
+
+    with jax.enable_x64(True):
+        return jax.jit(function)({i: to_array(x) for i, x in given.items()})
+
+
+def lowered(name: str, *args: Any, like: Sequence[Any], platform: str, **kwargs: Any) -> list[Any]:
+    """The results of a lowering that is told a platform; `like` has torch's results."""
+    return _computed([_Lowered(name, args, kwargs, like, platform)])[0]
+
+
+# -- rows of a test table ---------------------------------------------------------------------------------------------
 
 _INTEGERS: dict[torch.dtype, tuple[int, int]] = {torch.uint8: (0, 10), torch.bool: (0, 2)}
 
@@ -374,15 +373,6 @@ def sample(*shape: int, dtype: torch.dtype = torch.float32, low: float = -3.0, h
     bottom, top = _INTEGERS.get(dtype, (-9, 10))
     return torch.randint(bottom, top, shape, generator=generator).to(dtype)
 
-
-def lowering_of(name: str) -> Lowering:
-    """The registered lowering (fails the test when there is none)."""
-    found = find(name)
-    assert found is not None, f"{name} has no lowering"
-    return found
-
-
-# -- rows of a test table ---------------------------------------------------------------------------------------------
 
 KINDS: dict[str, torch.dtype] = {
     "f": torch.float32,
@@ -409,24 +399,35 @@ class Row:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Passed to `check` in addition to the operation's arguments."""
 
-    def check(self) -> None:
-        """`check` for each dtype, compiled together."""
-        calls = [Call(self.name, self.make(KINDS[kind]), dict(self.kwargs)) for kind in self.kinds]
-        _check_calls(calls, **self.options)
-
 
 _OPTIONS = ("rtol", "atol", "wide", "skip")
 
 
-def row(name: str, kinds: str, make: Callable[[torch.dtype], tuple[Any, ...]], **kwargs: Any) -> Any:
-    """A `Row` as a pytest parameter; keywords are options of `check` if they have such a name, otherwise arguments."""
+def row(name: str, kinds: str, make: Callable[[torch.dtype], tuple[Any, ...]], **kwargs: Any) -> Row:
+    """A `Row`; keywords are options of `check` if they have such a name, otherwise arguments of the operation."""
     options = {key: kwargs.pop(key) for key in _OPTIONS if key in kwargs}
-    return pytest.param(Row(name, kinds, make, kwargs, options), id=f"{name}-{kinds}")
+    return Row(name, kinds, make, kwargs, options)
 
 
-def untested(modules: Sequence[str], rows: Iterable[Any], *, elsewhere: Iterable[str] = ()) -> list[str]:
+def check_rows(rows: Iterable[Row]) -> None:
+    """`check` for each dtype of each row."""
+    for each in rows:
+        for kind in each.kinds:
+            try:
+                check(each.name, *each.make(KINDS[kind]), **each.kwargs, **each.options)
+            except Exception as error:
+                error.add_note(f"{each.name} of {KINDS[kind]}")
+                raise
+
+
+def tables(**named: Iterable[Row]) -> pytest.MarkDecorator:
+    """Parametrizes ``rows`` with tables: the checks of each are one program."""
+    return pytest.mark.parametrize("rows", [pytest.param(list(rows), id=name) for name, rows in named.items()])
+
+
+def untested(modules: Sequence[str], rows: Iterable[Row], *, elsewhere: Iterable[str] = ()) -> list[str]:
     """Operations registered in `modules` (file names below ``lowering/``) that no row names."""
-    named = {parameter.values[0].name for parameter in rows}.union(elsewhere)
+    named = {each.name for each in rows}.union(elsewhere)
     registered = {name: found.function.__module__.rpartition(".")[2] for name, found in table().items()}
     assert set(modules) <= set(registered.values()), f"no lowering is registered in one of {modules}"
     return sorted(name for name, module in registered.items() if module in modules and name not in named)

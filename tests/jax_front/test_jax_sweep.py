@@ -1,4 +1,4 @@
-"""Functions of JAX's libraries under autocast: a part of `tests/helpers/jax_sweep.py`, which calls all of them."""
+"""Functions of JAX's libraries under autocast: a part of `tests/jax_front/jax_sweep.py`, which calls all of them."""
 
 from __future__ import annotations
 

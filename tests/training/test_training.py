@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import pytest
 import torch
-from lazy_device import COMPILED, jax_events
+from harness import COMPILED, jax_events
 from networks import NETWORKS, build, loss_of, losses
 
 import xla_amp

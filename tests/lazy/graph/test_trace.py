@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import array_behind
+from harness import array_behind
 
 from xla_amp import lazy as engine
 from xla_amp.lazy.graph.trace import trace

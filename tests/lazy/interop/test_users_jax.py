@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from lazy_device import array_behind, jax_events
+from harness import array_behind, jax_events
 from torch import nn
 
 from xla_amp import lazy as engine

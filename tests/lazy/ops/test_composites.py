@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import check
+from harness import assert_same
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import xla_amp
 from xla_amp import lazy as engine
@@ -45,31 +46,24 @@ def mask(where: Any) -> Tensor:
     return seen.to(where)
 
 
-CALLS: dict[str, Callable[[str], Any]] = {
-    "plain": lambda where: attention(*(q := operands(where))) + 0 * q[0].sum(),
-    "causal": lambda where: attention(*operands(where), is_causal=True, scale=0.2),
-    "mask": lambda where: attention(*operands(where), attn_mask=mask(where)),
-    "bias": lambda where: attention(*operands(where), attn_mask=sample(6, 7, seed=6).to(where)),
-    "shared keys": lambda where: attention(*operands(where, 2), enable_gqa=True, is_causal=True),
-    "three dimensions": lambda where: attention(*(x[0] for x in operands(where))),
-    "transposed": lambda where: attention(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands(where))),
+CALLS: dict[str, Callable[[list[Tensor], str], Tensor]] = {
+    "plain": lambda q, where: attention(*q) + 0 * q[0].sum(),
+    "causal": lambda q, where: attention(*q, is_causal=True, scale=0.2),
+    "mask": lambda q, where: attention(*q, attn_mask=mask(where)),
+    "bias": lambda q, where: attention(*q, attn_mask=sample(6, 7, seed=6).to(where)),
+    "shared keys": lambda q, where: attention(*q, enable_gqa=True, is_causal=True),
+    "three dimensions": lambda q, where: attention(*(x[0] for x in q)),
+    "transposed": lambda q, where: attention(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in q)),
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_attention(name, device):
-    check(lambda where: CALLS[name](where), **EXACT)
+def test_attention(device):
+    def with_gradients(where: str, call: Callable[[list[Tensor], str], Tensor]) -> Any:
+        q = operands(where, 2 if call is CALLS["shared keys"] else 4)
+        y = call(q, where)
+        return y, torch.autograd.grad(y, q, sample(*y.shape, seed=7).to(where))
 
-
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": True}], ids=str)
-def test_gradients_of_attention(options, device):
-    def program(where: str) -> Any:
-        q = operands(where)
-        given = {"attn_mask": mask(where)} if "mask" in options else options
-        y = attention(*q, **given)
-        return torch.autograd.grad(y, q, sample(*y.shape, seed=7).to(where))
-
-    check(program, **EXACT)
+    assert_same(lambda where: {name: with_gradients(where, call) for name, call in CALLS.items()}, **EXACT)
 
 
 def test_attention_is_one_operation_each_way(device):
@@ -96,7 +90,7 @@ def test_attention_can_be_differentiated_twice(device):
             gradients = torch.autograd.grad(y.pow(2).sum(), q, create_graph=True)
         return torch.autograd.grad(sum(g.pow(2).sum() for g in gradients), q)
 
-    check(program, rtol=1e-9, atol=1e-9)
+    assert_same(program, rtol=1e-9, atol=1e-9)
     q = operands(device)
     dropped = attention(*q, dropout_p=0.5).pow(2).sum()
     with pytest.raises(RuntimeError, match="differentiated twice"):
@@ -144,30 +138,33 @@ def test_inference_mode(device):
         lstm = nn.LSTM(8, 3).double().to(where)
         return attention(*(x.detach() for x in operands(where))), lstm(sample(4, 2, 8).to(where))
 
-    check(program, **EXACT)
+    assert_same(program, **EXACT)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
-def same_module(module: nn.Module, *inputs: Any, **options: Any) -> None:
-    """Outputs and, in training, gradients of `module` on both devices."""
-    module = module.double()
-    training = module.training
+Case = tuple[nn.Module, list[Tensor], dict[str, Any]]
 
-    def program(where: str) -> Any:
+
+def case(module: nn.Module, *inputs: Tensor, **options: Any) -> Case:
+    return module.double(), list(inputs), options
+
+
+def same_modules(cases: dict[str, Case]) -> None:
+    """Outputs and, in training, gradients of modules on both devices; one program for all."""
+
+    def results(module: nn.Module, inputs: list[Tensor], options: dict[str, Any], where: str) -> Any:
         here = copy.deepcopy(module).to(where)
-        there = [x.to(where) if isinstance(x, Tensor) else x for x in inputs]
-        given = {name: x.to(where) if isinstance(x, Tensor) else x for name, x in options.items()}
-        with torch.set_grad_enabled(training):
-            results = here(*there, **given)
-        leaves = [x for x in torch.utils._pytree.tree_leaves(results) if isinstance(x, Tensor)]
-        if not training:
+        there, given = tree_map_only(Tensor, lambda x: x.to(where), (inputs, options))
+        with torch.set_grad_enabled(module.training):
+            leaves = [x for x in tree_leaves(here(*there, **given)) if isinstance(x, Tensor)]
+        if not module.training:
             return leaves
         sum((x * torch.linspace(1, 2, x.numel()).view(x.shape).to(where)).sum() for x in leaves).backward()
         return leaves, [p.grad for p in here.parameters()]
 
-    check(program, rtol=1e-9, atol=1e-9)
+    assert_same(lambda where: {name: results(*each, where) for name, each in cases.items()}, rtol=1e-9, atol=1e-9)
 
 
 class Packed(nn.Module):
@@ -185,30 +182,24 @@ class Packed(nn.Module):
 SEQUENCE = sample(6, 3, 5)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False, "batch_first": True}]
-)
-@pytest.mark.parametrize("network", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_networks(network, options, device):
+def test_recurrent_networks(device):
     torch.manual_seed(0)
-    same_module(network(5, 4, **options), SEQUENCE)
-
-
-OTHERS: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "relu": lambda: (nn.RNN(5, 4, nonlinearity="relu"), SEQUENCE),
-    "start": lambda: (nn.GRU(5, 4), SEQUENCE, sample(1, 3, 4)),
-    "one sequence": lambda: (nn.LSTM(5, 4), SEQUENCE[:, 0]),
-    "projection": lambda: (nn.LSTM(5, 4, proj_size=2), SEQUENCE[:3]),
-    "packed": lambda: (Packed(nn.GRU(5, 4)), SEQUENCE),
-    "LSTMCell": lambda: (nn.LSTMCell(5, 4), SEQUENCE[0]),
-    "GRUCell": lambda: (nn.GRUCell(5, 4, bias=False), SEQUENCE[0]),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_recurrences(name, device):
-    torch.manual_seed(0)
-    same_module(*OTHERS[name]())
+    deep, plain = {"num_layers": 2, "bidirectional": True}, {"bias": False, "batch_first": True}
+    cases = {
+        f"{network.__name__} {options}": case(network(5, 4, **options), SEQUENCE)
+        for network in (nn.LSTM, nn.GRU, nn.RNN)
+        for options in ({}, deep, plain)
+    }
+    cases |= {
+        "relu": case(nn.RNN(5, 4, nonlinearity="relu"), SEQUENCE),
+        "start": case(nn.GRU(5, 4), SEQUENCE, sample(1, 3, 4)),
+        "one sequence": case(nn.LSTM(5, 4), SEQUENCE[:, 0]),
+        "projection": case(nn.LSTM(5, 4, proj_size=2), SEQUENCE[:3]),
+        "packed": case(Packed(nn.GRU(5, 4)), SEQUENCE),
+        "LSTMCell": case(nn.LSTMCell(5, 4), SEQUENCE[0]),
+        "GRUCell": case(nn.GRUCell(5, 4, bias=False), SEQUENCE[0]),
+    }
+    same_modules(cases)
 
 
 def test_a_layer_is_one_operation_however_long_the_sequence(device):
@@ -240,25 +231,16 @@ CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
 TOKENS = sample(2, 5, 8)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"need_weights": False}, {"key_padding_mask": PADDING}, {"attn_mask": CAUSAL, "key_padding_mask": PADDING}],
-    ids=lambda options: " ".join(options) or "plain",
-)
 @pytest.mark.parametrize("training", [False, True])
-def test_multi_head_attention(training, options, device):
+def test_attention_layers(training, device):
     torch.manual_seed(0)
-    module = nn.MultiheadAttention(8, 2, batch_first=True).train(training)
-    same_module(module, TOKENS, TOKENS, TOKENS, **options)
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_transformer_encoder(training, device):
-    torch.manual_seed(0)
+    masks = [{}, {"need_weights": False}, {"key_padding_mask": PADDING}]
+    masks += [{"attn_mask": CAUSAL, "key_padding_mask": PADDING}]
+    heads = nn.MultiheadAttention(8, 2, batch_first=True).train(training)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=training)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not training).train(training)
-    same_module(encoder, TOKENS)
-    same_module(encoder, TOKENS, mask=CAUSAL)
+    cases = {f"heads {' '.join(options)}": case(heads, TOKENS, TOKENS, TOKENS, **options) for options in masks}
+    same_modules(cases | {"encoder": case(encoder, TOKENS), "causal encoder": case(encoder, TOKENS, mask=CAUSAL)})
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -276,4 +258,4 @@ def test_a_padded_encoder_in_inference(device):
 @pytest.mark.filterwarnings("ignore:_aminmax is deprecated")
 def test_an_operation_without_a_meta_kernel_in_any_torch(arguments, device):
     x = torch.randn(3, 4)
-    check(lambda where: torch._aminmax(x.to(where), *arguments))
+    assert_same(lambda where: torch._aminmax(x.to(where), *arguments))

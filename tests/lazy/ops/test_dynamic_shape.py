@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import check
+from harness import assert_same
 from torch.nn import functional as F
 
 from xla_amp.lazy.ops import dynamic_shape
@@ -37,7 +37,7 @@ def computed(device: torch.device) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_same_as_the_cpu_with_one_wait(name, device):
-    check(lambda where: CALLS[name](NUMBERS.float().to(where).long()))
+    assert_same(lambda where: CALLS[name](NUMBERS.float().to(where).long()))
     x = computed(device)
     with counted() as counts:
         CALLS[name](x)
@@ -46,7 +46,7 @@ def test_same_as_the_cpu_with_one_wait(name, device):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_nobody_waits_for_what_was_uploaded(name, device):
-    check(lambda where: CALLS[name](NUMBERS.to(where)))
+    assert_same(lambda where: CALLS[name](NUMBERS.to(where)))
     x = NUMBERS.to(device) + 0
     with counted() as counts, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -66,7 +66,7 @@ STATIC: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", STATIC)
 def test_results_of_fixed_size_do_not_wait(name, device):
-    check(lambda where: STATIC[name](NUMBERS.to(where)))
+    assert_same(lambda where: STATIC[name](NUMBERS.to(where)))
     x = NUMBERS.to(device) + 0
     with counted() as counts:
         STATIC[name](x)
@@ -91,4 +91,4 @@ def test_gradients_flow_through_selections(device):
         (x[x > 0].pow(2).sum() + x.masked_select(x < 0).sum()).backward()
         return x.grad
 
-    check(program)
+    assert_same(program)

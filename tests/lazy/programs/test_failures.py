@@ -13,7 +13,7 @@ import forked
 import jax.numpy as jnp
 import pytest
 import torch
-from lazy_device import array_behind
+from harness import array_behind
 
 from xla_amp import lazy as engine
 from xla_amp import lowering

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
-from lazy_device import COMPILED, TRACED, array_behind, jax_events
+from harness import COMPILED, TRACED, array_behind, jax_events
 from torch import nn
 
 from xla_amp import lazy as engine

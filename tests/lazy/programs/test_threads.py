@@ -9,7 +9,7 @@ from queue import Queue
 
 import pytest
 import torch
-from lazy_device import array_behind
+from harness import array_behind
 from torch import nn
 
 from xla_amp import lazy as engine

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from lazy_device import array_behind, check
+from harness import array_behind, assert_same
 from torch import nn
 
 from xla_amp import lazy as engine
@@ -172,7 +172,7 @@ def test_cpu_scalars_take_part(device: torch.device) -> None:
         double = torch.tensor(2.0, dtype=torch.float64)
         return x * two, two - x, x + torch.tensor(3), x / double, torch.where(x > 1, x, two), x.clone().mul_(two)
 
-    check(program)
+    assert_same(program)
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import check
+from harness import assert_same
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, parametrizations
 from torch.optim import swa_utils
@@ -207,7 +207,7 @@ def a_schedule(where: str) -> Any:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_same_as_the_cpu(device: torch.device, name: str) -> None:
     # Two steps through an orthogonal matrix gather rounding errors of just over 2e-6 on one kind of CPU.
-    check(PROGRAMS[name], rtol=2e-5, atol=1e-5 if name == "parametrized_weights" else 2e-6)
+    assert_same(PROGRAMS[name], rtol=2e-5, atol=1e-5 if name == "parametrized_weights" else 2e-6)
 
 
 def test_clipping_does_not_wait(device: torch.device) -> None:
@@ -256,4 +256,4 @@ def test_the_comparison_can_fail(device: torch.device) -> None:
         return list(model.parameters())
 
     with pytest.raises(AssertionError):
-        check(program, rtol=2e-5, atol=2e-6)
+        assert_same(program, rtol=2e-5, atol=2e-6)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import pytest
 import torch
-from harness import TOLERANCE, check, compare, lowering_of, sample, to_array, to_tensor
+from harness import TOLERANCE, check, compare, lowered_here, lowering_of, sample, to_array, to_tensor, together
 
 from xla_amp.lowering.attention import fused_layers, sdpa  # noqa: F401  (fill the table)
 from xla_amp.lowering.linalg import contraction
@@ -38,12 +38,6 @@ def reference(
     weights = (scores - scores.amax(-1, keepdim=True)).exp() * seen
     total = weights.sum(-1, keepdim=True)
     return weights / torch.where(total == 0, 1, total) @ value
-
-
-def lowered(name: str, *arguments: Any, platform: str = "cpu", **options: Any) -> list[Any]:
-    with jax.enable_x64(True):
-        arrays = [to_array(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-        return list(lowering_of(name).function(*arrays, **options, platform=platform))
 
 
 def tensors(arrays: list[Any], dtype: torch.dtype) -> list[Any]:
@@ -84,11 +78,11 @@ def test_forward_and_backward(case, dtype, platform):
     sources = exact + ([wide_bias] if wide_bias is not None and wide_bias.requires_grad else [])
     gradients = torch.autograd.grad(want, sources, grad.double())
 
-    output, logsumexp, *_ = lowered(FORWARD, *low, bias, 0.0, causal, False, scale=scale, platform=platform)
+    output, logsumexp, *_ = lowered_here(FORWARD, *low, bias, 0.0, causal, False, scale=scale, platform=platform)
     (result,) = tensors([output], dtype)
     wanted = [True, True, True, len(sources) == 4]
     saved = (result, *tensors([logsumexp], torch.float64), None, None, L, S, 0.0, causal, None, None)
-    got = tensors(lowered(BACKWARD, grad, *low, bias, wanted, *saved, scale=scale, platform=platform), dtype)
+    got = tensors(lowered_here(BACKWARD, grad, *low, bias, wanted, *saved, scale=scale, platform=platform), dtype)
 
     # bfloat16: the weights are rounded once, and so is each sum over S or L of them
     tolerance = TOLERANCE[dtype] if dtype is torch.float64 else 4 * TOLERANCE[dtype]
@@ -137,7 +131,9 @@ def test_dropout_drops_the_same_weights_in_both_passes():
     value = torch.eye(S, dtype=dtype).expand(B, H, S, S)
     with jax.enable_x64(True):
         rng = jax.random.key(3)
-    output, logsumexp, *_, seed, _, _ = lowered(FORWARD, query, key, value, None, dropout, False, False, rng=rng)
+    options = {"platform": "cpu"}
+    forward = lowered_here(FORWARD, query, key, value, None, dropout, False, False, rng=rng, **options)
+    output, logsumexp, *_, seed, _, _ = forward
     seed = tensors([seed], torch.int64)[0]
     weights, logsumexp = tensors([output, logsumexp], dtype)
     full = torch.softmax(query @ key.mT / math.sqrt(D), -1)
@@ -149,7 +145,7 @@ def test_dropout_drops_the_same_weights_in_both_passes():
     again = torch.softmax(sources[0] @ sources[1].mT / math.sqrt(D), -1) * kept @ sources[2]
     grad = sample(*again.shape, dtype=dtype, seed=5)
     saved = (weights, logsumexp, None, None, L, S, dropout, False, seed, None)
-    got = tensors(lowered(BACKWARD, grad, query, key, value, None, [True] * 4, *saved), dtype)
+    got = tensors(lowered_here(BACKWARD, grad, query, key, value, None, [True] * 4, *saved, **options), dtype)
     for x, y in zip(got, torch.autograd.grad(again, sources, grad), strict=False):
         compare(x, y)
 
@@ -167,7 +163,7 @@ def projections(dtype: torch.dtype) -> list[torch.Tensor]:
 MASKS = [(None, None), (0, (S, S)), (1, (B, S)), (2, (B, 2, S, S))]
 
 
-@pytest.mark.parametrize(("mask_type", "shape"), MASKS)
+@together(("mask_type", "shape"), MASKS)
 def test_multi_head_attention(mask_type, shape):
     x = sample(B, S, E, dtype=torch.float64)
     hidden = None if shape is None else sample(*shape, dtype=torch.bool).index_fill(-1, torch.tensor(0), False)
@@ -175,8 +171,8 @@ def test_multi_head_attention(mask_type, shape):
         check("_native_multi_head_attention", x, x, x, E, 2, *projections(x.dtype), hidden, True, averaged, mask_type)
 
 
-@pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("norm_first", [False, True])
+@together("gelu", [False, True])
+@together("norm_first", [False, True])
 def test_transformer_encoder_layer(norm_first, gelu):
     x = sample(B, S, E, dtype=torch.float64)
     shapes = ((E,), (E,), (E,), (E,), (16, E), (16,), (E, 16), (E,))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from harness import check, sample
+from harness import check, sample, together
 
 from xla_amp.lowering import Permuted
 from xla_amp.lowering.linalg import contraction
@@ -34,19 +34,19 @@ def operands(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
     return [sample(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(ROWS[name])]
 
 
-@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
-@pytest.mark.parametrize("name", ROWS)
+@together("dtype", [F64, F32, BF16], ids=str)
+@together("name", ROWS)
 def test_as_torch(name: str, dtype: torch.dtype) -> None:
     check(name, *operands(name, dtype), wide=dtype is BF16)
 
 
-@pytest.mark.parametrize("name", ["addmm", "addmv", "baddbmm", "addbmm", "addr"])
+@together("name", ["addmm", "addmv", "baddbmm", "addbmm", "addr"])
 def test_factors(name: str) -> None:
     check(name, *operands(name, F32), beta=0.5, alpha=2.0)
     check(name, *operands(name, F64), beta=2, alpha=3)
 
 
-@pytest.mark.parametrize("name", ["addmm", "baddbmm"])
+@together("name", ["addmm", "baddbmm"])
 def test_beta_zero_ignores_the_start(name: str) -> None:
     start, *factors = operands(name, F32)
     check(name, torch.full_like(start, float("nan")), *factors, beta=0.0)
@@ -58,7 +58,7 @@ def test_nan_in_the_start_shows_where_beta_is_not_zero() -> None:
     check("addmm", torch.full_like(start, float("nan")), *factors, beta=1.0)
 
 
-@pytest.mark.parametrize("name", ["mm", "addmm", "addr", "dot"])
+@together("name", ["mm", "addmm", "addr", "dot"])
 def test_integers(name: str) -> None:
     check(name, *operands(name, torch.int64))
 
@@ -68,7 +68,7 @@ def test_complex() -> None:
     check("mm", *operands("mm", torch.complex128))
 
 
-@pytest.mark.parametrize("use_gelu", [False, True])
+@together("use_gelu", [False, True])
 def test_addmm_activation(use_gelu: bool) -> None:
     check("_addmm_activation", sample(3), sample(5, 7), sample(7, 3), use_gelu=use_gelu)
 

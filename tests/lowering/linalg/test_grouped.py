@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from harness import check, sample
+from harness import check, sample, together
 
 ROWS = {
     "rows": ((12, 8), (3, 8, 16), [2, 7, 12]),
@@ -15,8 +14,8 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ROWS)
+@together("dtype", [torch.float32, torch.bfloat16], ids=str)
+@together("name", ROWS)
 def test_as_torch(name: str, dtype: torch.dtype) -> None:
     left, right, ends = ROWS[name]
     offsets = None if ends is None else torch.tensor(ends, dtype=torch.int32)

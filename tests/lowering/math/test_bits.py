@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
-from harness import check, row, run, sample
+from harness import check, check_rows, row, run, sample
 
 EDGES = [0.0, -0.0, 1.0, -1.5, 3e38, -7e-30, math.inf, -math.inf, math.nan]
 
@@ -19,16 +18,14 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("sample_call", ROWS)
-def test_against_torch(sample_call):
-    sample_call.check()
+def test_against_torch():
+    check_rows(ROWS)
 
 
 def test_a_hash_sees_one_bit():
     x = sample(64)
     other = x.clone()
     other[17] = torch.nextafter(x[17], torch.tensor(9.0))
-    like = [torch.zeros((), dtype=torch.uint64)]
-    first, second = (run("hash_tensor", each, like=like)[0] for each in (x, other))
+    first, second = (run("hash_tensor", each)[0] for each in (x, other))
     assert first.item() != second.item()
     check("hash_tensor", other)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from harness import check, sample
+from harness import check, sample, together
 
 from xla_amp.lowering.math import fourier  # noqa: F401  (fills the table)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["complex", "polar"])
+@together("dtype", [torch.float32, torch.float64])
+@together("name", ["complex", "polar"])
 def test_from_two_numbers(name, dtype):
     x, y = sample(3, 1, dtype=dtype), sample(4, dtype=dtype, seed=1)
     check(name, x, y)

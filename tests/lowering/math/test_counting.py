@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from harness import check, sample
+from harness import check, sample, together
 
 from xla_amp.lowering.math import ordering  # noqa: F401  (fills the table)
 
 
-@pytest.mark.parametrize(("dtype", "density"), [(torch.float32, False), (torch.float64, True)])
+@together(("dtype", "density"), [(torch.float32, False), (torch.float64, True)])
 def test_histogram(dtype, density):
     x = torch.cat([sample(50, dtype=dtype), torch.tensor([-2.0, 0.0, 2.0, 5.0], dtype=dtype)])  # edges and an outlier
     weight = sample(54, dtype=dtype, low=0.0)
@@ -25,7 +24,7 @@ def test_histogram_of_nothing():
     check("histogram.bin_ct", torch.zeros(0), 4)
 
 
-@pytest.mark.parametrize("density", [False, True])
+@together("density", [False, True])
 def test_histogram_of_points(density):
     # on edges, and outside
     x = torch.cat([sample(30, 2, dtype=torch.float64), torch.tensor([[-2.0, 0.0], [2.0, 2.0], [5.0, 0]]).double()])
@@ -38,7 +37,7 @@ def test_histogram_of_points(density):
     check("_histogramdd_bin_edges", x, [3, 4], range=[-2.0, 2.0, -1.0, 3.0])
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@together("dtype", [torch.int32, torch.int64])
 def test_repeat_interleave(dtype):
     check("repeat_interleave.Tensor", torch.tensor([2, 0, 3, 1], dtype=dtype), output_size=6)
     check("repeat_interleave.Tensor", torch.zeros(3, dtype=dtype), output_size=0)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from harness import check, sample
+from harness import check, sample, together
 
 from xla_amp.lowering.math import distance  # noqa: F401  (fills the table)
 
-orders = pytest.mark.parametrize("p", [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, float("inf")])
+orders = together("p", [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, float("inf")])
 
 
 def points(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
@@ -18,7 +17,7 @@ def points(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> to
 
 
 @orders
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@together("dtype", [torch.float32, torch.float64])
 def test_cdist(p, dtype):
     x, y = points(2, 4, 3, dtype=dtype), points(2, 5, 3, dtype=dtype, seed=1)
     y[:, 2], y[:, 3, 1] = x[:, 1], x[:, 2, 1]
@@ -35,8 +34,8 @@ def test_pdist(p):
     check("_pdist_backward", sample(15, dtype=torch.float64), x, p, found)
 
 
-@pytest.mark.parametrize("mode", [None, 0, 1, 2])
-@pytest.mark.parametrize("rows", [3, 30])
+@together("mode", [None, 0, 1, 2])
+@together("rows", [3, 30])
 def test_euclidean_distances_by_product(rows, mode):
     x, y = sample(rows, 3, dtype=torch.float64), sample(4, 3, dtype=torch.float64, seed=1)
     check("_cdist_forward", x, y, 2.0, mode)

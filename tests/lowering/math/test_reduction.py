@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from harness import OLD, check, operator, row, run, sample, untested
+from harness import OLD, check, check_rows, row, run, sample, tables, untested
 
 
 def block(dtype: torch.dtype) -> torch.Tensor:
@@ -166,9 +166,18 @@ ROWS = [*SUMS, *EXTREMES, *TRUTH, *MOMENTS, *NORMS, *SORTING, *RUNNING, *SEARCHI
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning", "ignore:_aminmax is deprecated:UserWarning")
-@pytest.mark.parametrize("sample_row", ROWS)
-def test_row(sample_row):
-    sample_row.check()
+@tables(
+    sums=SUMS,
+    extremes=EXTREMES,
+    truth=TRUTH,
+    moments=MOMENTS,
+    norms=NORMS,
+    sorting=SORTING,
+    running=RUNNING,
+    searching=SEARCHING,
+)
+def test_rows(rows):
+    check_rows(rows)
 
 
 OTHERS = (
@@ -206,6 +215,6 @@ def test_nan_of_either_sign_ranks_first():
 )
 def test_positions_are_those_of_the_values(name, arguments):
     x = sample(4, 9, dtype=torch.int64)  # has equal values
-    values, positions = run(name, x, *arguments, like=operator(name)(x, *arguments))
+    values, positions = run(name, x, *arguments)
     assert torch.equal(x.gather(1, positions), values)
     assert all(len(set(row.tolist())) == positions.shape[1] for row in positions)

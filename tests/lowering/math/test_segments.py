@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
-from harness import check, sample
+from harness import check, sample, together
 
 REDUCTIONS = ("sum", "mean", "max", "min", "prod")
 LENGTHS = {0: [3, 0, 1, 2], 1: [[1, 5], [6, 0], [0, 6], [3, 3]]}
@@ -28,9 +27,9 @@ def runs(axis: int, kind: str) -> dict[str, torch.Tensor]:
     return {"offsets": torch.cat([torch.zeros_like(lengths[..., :1]), lengths.cumsum(-1)], -1)}
 
 
-@pytest.mark.parametrize("kind", ["lengths", "offsets"])
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("reduce", REDUCTIONS)
+@together("kind", ["lengths", "offsets"])
+@together("axis", [0, 1])
+@together("reduce", REDUCTIONS)
 def test_against_torch(reduce, axis, kind):
     x = rows(torch.float64)
     x = x.transpose(0, 1).contiguous() if axis == 0 else x

@@ -6,8 +6,6 @@ torch's CPU kernels are not the reference: they return other auxiliary tensors t
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from harness import compare, run, sample, untested
@@ -33,20 +31,6 @@ def reference(weight: torch.Tensor, mode: str, padding: int, scales: torch.Tenso
     return torch.stack(bags)
 
 
-def promised(name: str, *args: Any) -> list[torch.Tensor]:
-    """Empty tensors with the shapes and dtypes that a device's kernel must return."""
-
-    def on(device: str, value: Any) -> Any:
-        return torch.empty(value.shape, dtype=value.dtype, device=device) if isinstance(value, torch.Tensor) else value
-
-    returned = getattr(torch.ops.aten, name)(*[on("meta", value) for value in args])
-    return [on("cpu", value) for value in (returned if isinstance(returned, tuple) else (returned,))]
-
-
-def call(name: str, *args: Any) -> list[torch.Tensor]:
-    return run(name, *args, like=promised(name, *args))
-
-
 CASES = [
     (dtype, mode, padding, weighted)
     for dtype in (torch.float32, torch.bfloat16)
@@ -68,15 +52,15 @@ def test_bags_and_their_gradients(dtype, mode, padding, weighted):
     expected.backward(grad.double())
 
     arguments = (weight, INDICES, OFFSETS, False, number, False, scales, False, padding)
-    result, bag, size, places = call("_embedding_bag", *arguments)
+    result, bag, size, places = run("_embedding_bag", *arguments)
     compare(result, expected.detach().to(dtype))
     assert bag.tolist() == [0, 0, 2, 2, 2, 3]
     rest = (6, False, number, scales, padding)
-    got = call("_embedding_bag_dense_backward", grad, INDICES, bag, size, places, *rest)[0]
+    got = run("_embedding_bag_dense_backward", grad, INDICES, bag, size, places, *rest)[0]
     compare(got, wide.grad.to(dtype))
     if wide_scales is not None:
         operands = (grad, weight, INDICES, OFFSETS, bag)
-        got = call("_embedding_bag_per_sample_weights_backward", *operands, number, padding)[0]
+        got = run("_embedding_bag_per_sample_weights_backward", *operands, number, padding)[0]
         compare(got, wide_scales.grad.to(dtype))
 
 
@@ -84,15 +68,15 @@ def test_bags_and_their_gradients(dtype, mode, padding, weighted):
 def test_the_end_of_the_last_bag_may_be_among_the_offsets(mode):
     weight, ends = sample(6, 3), torch.cat([OFFSETS, torch.tensor([len(INDICES)])])
     arguments = (weight, INDICES, ends, False, MODES.index(mode), False, None, True)
-    result, _, size, _ = call("_embedding_bag_forward_only", *arguments)
+    result, _, size, _ = run("_embedding_bag_forward_only", *arguments)
     compare(result, reference(weight, mode, -1, None))
     assert size.tolist() == [2, 0, 3, 1, 0]
 
 
 def test_gradients_scaled_by_frequency():
     grad, weight = sample(4, 3), sample(6, 3)
-    _, bag, size, places = call("_embedding_bag", weight, INDICES, OFFSETS)
-    got = call("_embedding_bag_dense_backward", grad, INDICES, bag, size, places, 6, True, 0, None)[0]
+    _, bag, size, places = run("_embedding_bag", weight, INDICES, OFFSETS)
+    got = run("_embedding_bag_dense_backward", grad, INDICES, bag, size, places, 6, True, 0, None)[0]
     expected = torch.zeros(6, 3)
     for index, number in zip(INDICES.tolist(), bag.tolist(), strict=True):
         expected[index] += grad[number] / INDICES.tolist().count(index)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
-from harness import check, sample
+from harness import check, sample, together
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 CASES = {
@@ -16,9 +15,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("batched", [True, False])
+@together("dtype", [F32, F64], ids=str)
+@together("case", CASES)
+@together("batched", [True, False])
 def test_against_torch(case, dtype, batched):
     rank, spatial, window, rows = CASES[case]
     x = (sample(2, 3, *spatial, dtype=F64) * 2).round().to(dtype)  # with ties

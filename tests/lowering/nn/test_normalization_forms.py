@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from harness import lowering_of, run, sample
+from harness import lowered, lowering_of, sample
 
 from xla_amp.lowering.nn.normalization import _batch_statistics
 
@@ -70,7 +70,7 @@ def test_a_constant_channel_has_no_negative_variance(platform: str) -> None:
     x = torch.full((8, 2, 5, 5), 3.3)
     like = [x, *(torch.empty(2) for _ in range(4))]
     arguments = (x, torch.ones(2), torch.zeros(2), torch.zeros(2), torch.ones(2), True, 0.1, 1e-5)
-    y, _, rstd, _, _ = run("native_batch_norm", *arguments, like=like, platform=platform)
+    y, _, rstd, _, _ = lowered("native_batch_norm", *arguments, like=like, platform=platform)
     assert y.abs().max() < 1e-2
     assert torch.isfinite(rstd).all()
 
@@ -87,7 +87,7 @@ def test_gradients_where_the_mean_is_far_from_zero(platform: str, dtype: torch.d
     expected = aten.native_batch_norm_backward(*wide, mean, rstd, True, 1e-5, [True] * 3)
     narrow = (grad, x, weight, None, None, mean.float(), rstd.float(), True, 1e-5, [True] * 3)
     like = [torch.empty_like(x), torch.empty(4), torch.empty(4)]
-    got = run("native_batch_norm_backward", *narrow, like=like, platform=platform)
+    got = lowered("native_batch_norm_backward", *narrow, like=like, platform=platform)
     for one, other in zip(got, expected, strict=True):
         tolerance = {"rtol": 2**-8, "atol": 2**-8} if one.dtype == BF16 else {"rtol": 1e-4, "atol": 1e-4}
         torch.testing.assert_close(one.double(), other, **tolerance)
@@ -98,10 +98,10 @@ def test_an_empty_batch(platform: str) -> None:
     x = torch.empty(0, 3, 4, 4)
     vectors = [torch.ones(3) for _ in range(4)]
     like = [x, *(torch.empty(3) for _ in range(4))]
-    y, *_ = run("native_batch_norm", x, *vectors, False, 0.1, 1e-5, like=like, platform=platform)
+    y, *_ = lowered("native_batch_norm", x, *vectors, False, 0.1, 1e-5, like=like, platform=platform)
     assert y.shape == x.shape
     backward = (x, x, vectors[0], *vectors[2:], *vectors[:2], True, 1e-5, [True] * 3)
-    grad, weight, bias = run("native_batch_norm_backward", *backward, like=[x, *like[1:3]], platform=platform)
+    grad, weight, bias = lowered("native_batch_norm_backward", *backward, like=[x, *like[1:3]], platform=platform)
     assert grad.shape == x.shape
     assert not weight.any()
     assert not bias.any()

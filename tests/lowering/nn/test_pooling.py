@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from harness import check, sample, untested
+from harness import check, sample, together, untested
 
 from xla_amp.lowering.nn import axis_map, pooling
 
@@ -36,12 +36,11 @@ MAX_WINDOWS: dict[str, tuple[Any, ...]] = {
 }
 
 
-PLATFORMS = pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+PLATFORMS = together("platform", ["cpu", "gpu", "tpu"])
 
 
-@pytest.mark.parametrize("window", MAX_WINDOWS)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@PLATFORMS
+@together("window", MAX_WINDOWS)
+@together(("platform", "dtype"), [("cpu", F32), ("cpu", BF16), ("gpu", BF16), ("tpu", BF16)])
 def test_max_pool(platform: str, window: str, dtype: torch.dtype) -> None:
     kernel, stride, *rest = MAX_WINDOWS[window]
     x = with_ties(2, 3, 11, 9, dtype=dtype)
@@ -49,7 +48,7 @@ def test_max_pool(platform: str, window: str, dtype: torch.dtype) -> None:
     y, indices = aten.max_pool2d_with_indices(x, kernel, stride, *rest)
     backward = (sample(*y.shape, dtype=dtype, seed=1), x, kernel, stride or kernel, *rest, indices)
     # a TPU adds up to four gradients in bfloat16: three roundings of sums that may be larger than the result
-    exact = platform != "tpu" or dtype == F32
+    exact = platform != "tpu"
     tolerances = {"rtol": 2**-7} if exact else {"rtol": 2**-6, "atol": 2**-5}
     check("max_pool2d_with_indices_backward", *backward, wide=True, platform=platform, **tolerances)
 
@@ -118,8 +117,8 @@ AVERAGE_WINDOWS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("window", AVERAGE_WINDOWS)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@together("window", AVERAGE_WINDOWS)
+@together("dtype", [F32, BF16], ids=str)
 def test_avg_pool(window: str, dtype: torch.dtype) -> None:
     kernel, stride, *rest = AVERAGE_WINDOWS[window]
     x = sample(2, 3, 11, 9, dtype=dtype)
@@ -136,8 +135,8 @@ def test_avg_pool_3d_and_integers() -> None:
     check("avg_pool2d", sample(1, 8, 8, dtype=torch.int64).abs(), [3], [2], [1])
 
 
-@pytest.mark.parametrize("size", [(1, 1), (7, 7), (4, 3), (13, 5)], ids=str)
-@pytest.mark.parametrize("shape", [(2, 11, 9), (1, 2, 14, 14)], ids=str)
+@together("size", [(1, 1), (7, 7), (4, 3), (13, 5)], ids=str)
+@together("shape", [(2, 11, 9), (1, 2, 14, 14)], ids=str)
 def test_adaptive(shape: tuple[int, ...], size: tuple[int, int]) -> None:
     for dtype in (F32, BF16):
         x, grad = sample(*shape, dtype=dtype), sample(*shape[:-2], *size, dtype=dtype, seed=1)
@@ -196,8 +195,8 @@ SIZES: list[tuple[Sequence[int], Sequence[float]]] = [
 ]
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize(("size", "scales"), SIZES, ids=str)
+@together("rank", [1, 2, 3])
+@together(("size", "scales"), SIZES, ids=str)
 def test_upsample(rank: int, size: Sequence[int], scales: Sequence[float]) -> None:
     x, grad = sample(1, 2, *(7, 5, 3)[:rank]), sample(1, 2, *size[:rank], seed=1)
     for name in NEAREST[rank] + SMOOTH[rank]:
@@ -208,7 +207,7 @@ def test_upsample(rank: int, size: Sequence[int], scales: Sequence[float]) -> No
         check(f"{name}_backward", *backward, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["upsample_nearest2d", "upsample_bilinear2d"])
+@together("name", ["upsample_nearest2d", "upsample_bilinear2d"])
 def test_upsample_halves(name: str) -> None:
     align = () if "nearest" in name else (False,)
     check(name, sample(1, 2, 4, 5, dtype=BF16), [8, 7], *align, wide=True)
@@ -225,10 +224,12 @@ def test_upsample_specials() -> None:
     check("upsample_bilinear2d", x, [3, 3], False)
 
 
-@pytest.mark.parametrize("mode", [0, 1, 2], ids=["bilinear", "nearest", "bicubic"])
-@pytest.mark.parametrize("padding", [0, 1, 2], ids=["zeros", "border", "reflection"])
-@pytest.mark.parametrize("align", [False, True])
+@together("mode", [0, 1, 2], ids=["bilinear", "nearest", "bicubic"])
+@together("padding", [0, 1, 2], ids=["zeros", "border", "reflection"])
+@together("align", [False, True])
 def test_grid_sampler(mode: int, padding: int, align: bool) -> None:
+    if align == (mode + padding) % 2:
+        return  # half of the combinations, in which each pair is there
     x = sample(2, 3, 5, 6, dtype=F64)
     grid = sample(2, 4, 7, 2, dtype=F64, low=-1.6, high=1.6, seed=5)
     grad = sample(2, 3, 4, 7, dtype=F64, seed=7)

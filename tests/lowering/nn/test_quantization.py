@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from harness import check, sample
+from harness import check, sample, together
 
 from xla_amp.lowering.math import elementwise  # noqa: F401  (fills the table)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@together("dtype", [torch.float32, torch.float64])
 def test_of_tensors(dtype):
     x = 4 * sample(5, 7, dtype=dtype)
     check("fake_quantize_per_tensor_affine_cachemask", x, 0.125, 3, 0, 15)
@@ -19,7 +18,7 @@ def test_of_tensors(dtype):
         check("_fake_quantize_per_tensor_affine_cachemask_tensor_qparams", x, scale, zero, enabled, -8, 7)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
+@together("axis", [0, 1])
 def test_of_channels(axis):
     x = 4 * sample(3, 3, 2, dtype=torch.float32)
     scale, zero = torch.tensor([0.25, 0.5, 0.0625]), torch.tensor([0, 1, -2], dtype=torch.int32)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from harness import lowering_of, row, sample, untested
+from harness import check_rows, lowering_of, row, sample, tables, untested
 
 FILLED = [
     row("full", "f", lambda d: ([2, 3], 1.5)),
@@ -79,9 +79,9 @@ ROWS = [*FILLED, *PROGRESSIONS, *WINDOWS]
 
 
 @pytest.mark.filterwarnings("ignore:torch.range is deprecated:UserWarning")
-@pytest.mark.parametrize("sample_row", ROWS)
-def test_row(sample_row):
-    sample_row.check()
+@tables(filled=FILLED, progressions=PROGRESSIONS, windows=WINDOWS)
+def test_rows(rows):
+    check_rows(rows)
 
 
 def test_every_operation_is_tested():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
-from harness import lowering_of, row, sample, untested
+from harness import check_rows, lowering_of, row, sample, tables, untested
 
 
 def positions(extent: int, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -190,9 +190,16 @@ ROWS = [*READING, *EMBEDDING_GRADIENTS, *SCATTERS, *SLICES, *AT, *MASKS]
     "ignore:index_reduce:UserWarning",
     "ignore:indexing with dtype torch.uint8:UserWarning",
 )
-@pytest.mark.parametrize("sample_row", ROWS)
-def test_row(sample_row):
-    sample_row.check()
+@tables(
+    reading=READING,
+    embedding_gradients=EMBEDDING_GRADIENTS,
+    scatters=SCATTERS,
+    slices=SLICES,
+    at=AT,
+    masks=MASKS,
+)
+def test_rows(rows):
+    check_rows(rows)
 
 
 def test_every_operation_is_tested():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
-from harness import row, sample, untested
+from harness import check_rows, row, sample, tables, untested
 
 aten = torch.ops.aten
 
@@ -130,9 +129,16 @@ PADDING = [
 ROWS = [*JOINING, *TURNING, *DIAGONALS, *WRITTEN_BACK, *WINDOWS, *PADDING]
 
 
-@pytest.mark.parametrize("sample_row", ROWS)
-def test_row(sample_row):
-    sample_row.check()
+@tables(
+    joining=JOINING,
+    turning=TURNING,
+    diagonals=DIAGONALS,
+    written_back=WRITTEN_BACK,
+    windows=WINDOWS,
+    padding=PADDING,
+)
+def test_rows(rows):
+    check_rows(rows)
 
 
 def test_every_operation_is_tested():

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from harness import sample, untested
-from written import check_written, written_by_lowering
+from harness import check, run, sample, together, untested
 
 from xla_amp.lowering.training import optim
 
@@ -38,8 +37,8 @@ def scaling(scale: float | None, found_inf: float | None) -> dict[str, torch.Ten
 SCALINGS = [(None, None), (4.0, 0.0), (4.0, 1.0)]
 
 
-@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
-@pytest.mark.parametrize(
+@together("dtype", [F64, F32, BF16], ids=str)
+@together(
     ("momentum", "dampening", "nesterov", "first"),
     [(0.0, 0.0, False, False), (0.9, 0.3, False, False), (0.9, 0.0, True, False), (0.9, 0.3, False, True)],
 )
@@ -48,7 +47,7 @@ def test_sgd(momentum: float, dampening: float, nesterov: bool, first: bool, dty
         if first and found_inf:
             continue  # torch leaves the buffers uninitialized; see below
         buffers = tensors(dtype, 50) if momentum else []
-        check_written(
+        check(
             "_fused_sgd_",
             *(tensors(dtype, 1), tensors(dtype, 20), buffers),
             weight_decay=0.1,
@@ -63,12 +62,12 @@ def test_sgd(momentum: float, dampening: float, nesterov: bool, first: bool, dty
         )
 
 
-@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
-@pytest.mark.parametrize("name", ["_fused_adam_", "_fused_adamw_"])
-@pytest.mark.parametrize("amsgrad", [False, True])
+@together("dtype", [F64, F32, BF16], ids=str)
+@together("name", ["_fused_adam_", "_fused_adamw_"])
+@together("amsgrad", [False, True])
 def test_adam(name: str, amsgrad: bool, dtype: torch.dtype) -> None:
     for (scale, found_inf), step, maximize in zip(SCALINGS, (1, 7, 1000), (False, True, False), strict=True):
-        check_written(
+        check(
             name,
             *(tensors(dtype, 1), tensors(dtype, 20), tensors(dtype, 50), tensors(dtype, 70, positive=True)),
             tensors(dtype, 90, positive=True) if amsgrad else [],
@@ -85,10 +84,10 @@ def test_adam(name: str, amsgrad: bool, dtype: torch.dtype) -> None:
         )
 
 
-@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
+@together("dtype", [F64, F32, BF16], ids=str)
 def test_adagrad(dtype: torch.dtype) -> None:
     for (scale, found_inf), maximize in zip(SCALINGS, (False, True, False), strict=True):
-        check_written(
+        check(
             "_fused_adagrad_",
             *(tensors(dtype, 1), tensors(dtype, 20), tensors(dtype, 70, positive=True), [torch.tensor(7.0)] * 2),
             lr=0.01,
@@ -104,15 +103,13 @@ def test_adagrad(dtype: torch.dtype) -> None:
 def test_learning_rate_as_a_tensor() -> None:
     sgd: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "is_first_step": False}
     lr = torch.tensor(0.1)
-    check_written(
-        "_fused_sgd_.tensor_lr", tensors(F32, 1), tensors(F32, 20), [], lr=lr, nesterov=False, maximize=False, **sgd
-    )
+    check("_fused_sgd_.tensor_lr", tensors(F32, 1), tensors(F32, 20), [], lr=lr, nesterov=False, maximize=False, **sgd)
     adam: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False}
     averages = (tensors(F32, 50), tensors(F32, 70, positive=True), [], [torch.tensor(3.0)] * 2)
     for name in ("_fused_adam_.tensor_lr", "_fused_adamw_.tensor_lr"):
-        check_written(name, tensors(F32, 1), tensors(F32, 20), *averages, lr=lr, maximize=False, **adam)
+        check(name, tensors(F32, 1), tensors(F32, 20), *averages, lr=lr, maximize=False, **adam)
     adagrad = (tensors(F32, 70, positive=True), [torch.tensor(3.0)] * 2)
-    check_written(
+    check(
         "_fused_adagrad_.tensor_lr",
         *(tensors(F32, 1), tensors(F32, 20), *adagrad),
         lr=lr,
@@ -132,10 +129,9 @@ def test_skipped_step_changes_nothing_whatever_the_gradient() -> None:
     params, state = tensors(F32, 1), tensors(F32, 50, positive=True)
     grads = [torch.full_like(params[0], torch.inf), torch.full_like(params[1], torch.nan)]
     for flag in (1.0, 2.0):  # a sum of flags over devices counts as well
-        written = written_by_lowering(
+        written = run(
             "_fused_adam_",
             *(params, grads, state, state, [], [torch.tensor(1.0)] * 2),
-            like=[*params, *grads, *state, *state],
             **{"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8},
             **{"amsgrad": False, "maximize": False},
             **scaling(4.0, flag),
@@ -146,10 +142,9 @@ def test_skipped_step_changes_nothing_whatever_the_gradient() -> None:
 
 def test_skipped_first_step_leaves_momentum_zero() -> None:
     params, garbage = tensors(F32, 1), [torch.full((3, 4), torch.nan), torch.full((5,), 1e30)]
-    written = written_by_lowering(
+    written = run(
         "_fused_sgd_",
         *(params, tensors(F32, 20), garbage),
-        like=[*params, *params, *params],
         **{"weight_decay": 0.0, "momentum": 0.9, "lr": 0.1, "dampening": 0.0},
         **{"nesterov": False, "maximize": False, "is_first_step": True},
         **scaling(None, 1.0),
@@ -161,7 +156,7 @@ def test_skipped_first_step_leaves_momentum_zero() -> None:
 def test_no_decay_keeps_an_infinite_parameter_out_of_the_gradient() -> None:
     param = torch.tensor([torch.inf, 1.0])
     for decay in (0.0, 0):
-        check_written(
+        check(
             "_fused_sgd_",
             *([param], [torch.ones(2)], [torch.ones(2)]),
             **{"weight_decay": decay, "momentum": 0.9, "lr": 0.1, "dampening": 0.0},

@@ -1,14 +1,14 @@
 """Entries of torch's own operator database on the lazy device beside the CPU: outputs and gradients, in float32.
 
-All samples of an entry are recorded before anything runs, forward and backward together, so that an entry costs one
-executable (or a few: `BATCH`).
+All samples of some entries are recorded before anything runs, forward and backward together: one executable.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_flatten, tree_map
 
 from xla_amp import lazy as engine
+from xla_amp.errors import XlaAmpError
 
 ENTRIES: dict[str, OpInfo] = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db}
 """All entries by name, ``"add"`` or ``"linalg.norm.subgradients_at_zero"``."""
-BATCH = 8
-"""Samples to one executable."""
 Close = Callable[[torch.Tensor, torch.Tensor], str]
 """What differs between two tensors, in words, or the empty string."""
+LOW = 2.0**-5
+"""Bound of half types: on the CPU some operations round in between."""
 RELATIVE, ABSOLUTE = 1e-4, 1e-5
 """Bounds of a number's error: relative to itself, and relative to the greatest of its tensor (of at least 1).  Rounding
 to a half type costs 5e-4 or more."""
@@ -39,10 +40,16 @@ class Failure:
     message: str
 
 
-def samples(op: OpInfo, count: int | None) -> list[tuple[int, SampleInput]]:
-    """(number, sample): all of an entry's, or `count` of them evenly spaced from the first on."""
+def samples(op: OpInfo, count: int | None, dtype: torch.dtype = torch.float32) -> list[tuple[int, SampleInput]]:
+    """(number, sample): all of an entry's in a dtype, or `count` of them evenly spaced from the first on.
+
+    Of an entry without float32 its first dtype instead; of one without another dtype none.
+    """
     torch.manual_seed(0)
-    dtype = torch.float32 if torch.float32 in op.dtypes or not op.dtypes else sorted(op.dtypes, key=str)[0]
+    if dtype not in op.dtypes and op.dtypes:
+        if dtype is not torch.float32:
+            return []
+        dtype = sorted(op.dtypes, key=str)[0]
     differentiable = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # sparse samples: "in beta state"
@@ -126,13 +133,14 @@ def difference(got: dict[str, Any], want: dict[str, Any], close: Close) -> str:
 
 
 def near(factor: float) -> Close:
-    """Comparison at `factor` times the usual bounds; integers and booleans must be equal."""
+    """Comparison at `factor` times the usual bounds (`LOW` of half types); integers and booleans must be equal."""
 
     def close(x: torch.Tensor, y: torch.Tensor) -> str:
         finite = y[y.isfinite()].abs() if y.is_floating_point() or y.is_complex() else y.new_empty(0)
         greatest = float(finite.max()) if finite.numel() else 0.0
         exact = not (y.is_floating_point() or y.is_complex())
-        rtol, atol = (0.0, 0.0) if exact else (factor * RELATIVE, factor * ABSOLUTE * max(greatest, 1))
+        relative, absolute = (LOW, LOW) if y.dtype in (torch.bfloat16, torch.float16) else (RELATIVE, ABSOLUTE)
+        rtol, atol = (0.0, 0.0) if exact else (factor * relative, factor * absolute * max(greatest, 1))
         try:
             torch.testing.assert_close(x, y, equal_nan=True, rtol=rtol, atol=atol)
         except AssertionError as error:
@@ -157,46 +165,56 @@ def anything(x: torch.Tensor, y: torch.Tensor) -> str:
     return ""
 
 
-def failures(
-    op: OpInfo,
+def _accepts(op: OpInfo, sample: SampleInput) -> bool:
+    """Whether the CPU has kernels for the sample and its gradient, which it lacks of some in some dtypes."""
+    try:
+        evaluate(op, sample, torch.device("cpu"))
+    except Exception:
+        return False
+    return True
+
+
+@dataclasses.dataclass(kw_only=True)
+class Outcome:
+    """What came of an entry."""
+
+    ran: int = 0
+    """Samples."""
+    failed: list[Failure] = dataclasses.field(default_factory=list)
+
+
+def outcomes(
+    ops: Mapping[str, OpInfo],
     device: torch.device,
     count: int | None,
-    closeness: Callable[[SampleInput], Close],
-) -> tuple[int, list[Failure]]:
-    """(samples that were run, those that failed by the comparison that `closeness` gives for them)."""
-    chosen = samples(op, count)
-    failed: list[Failure] = []
-    for start in range(0, len(chosen), BATCH):
-        failed += _batch(op, device, chosen[start : start + BATCH], closeness)
-    return len(chosen), failed
-
-
-def _batch(
-    op: OpInfo, device: torch.device, chosen: list[tuple[int, SampleInput]], closeness: Callable[[SampleInput], Close]
-) -> list[Failure]:
-    found: list[Failure] = []
-    recorded: list[tuple[int, SampleInput, dict[str, Any], dict[str, Any]]] = []
+    closeness: Callable[[str, SampleInput], Close],
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Outcome]:
+    """The outcome of each entry by the comparison that `closeness` gives for its samples; one program for all."""
+    found = {name: Outcome() for name in ops}
+    recorded: list[tuple[str, int, Close, dict[str, Any], dict[str, Any]]] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated operations warn on every device
-        for number, sample in chosen:
-            try:
-                got = evaluate(op, sample, device)
-            except Exception as error:
-                found.append(Failure(sample=number, stage="raises", message=f"{type(error).__name__}: {error}"))
-                continue
-            recorded.append((number, sample, got, evaluate(op, sample, torch.device("cpu"))))
-        try:
+        for name, op in ops.items():
+            for number, sample in samples(op, count, dtype):
+                if dtype is not torch.float32 and not _accepts(op, sample):
+                    continue
+                found[name].ran += 1
+                try:
+                    got = evaluate(op, sample, device)
+                except Exception as error:
+                    message = f"{type(error).__name__}: {error}"
+                    found[name].failed.append(Failure(sample=number, stage="raises", message=message))
+                    continue
+                want = evaluate(op, sample, torch.device("cpu"))
+                recorded.append((name, number, closeness(name, sample), got, want))
+        with contextlib.suppress(XlaAmpError):  # the values that it concerns raise it when they are read
             engine.sync()
-        except Exception as error:
-            if len(chosen) > 1:
-                return [failure for one in chosen for failure in _batch(op, device, [one], closeness)]
-            return [Failure(sample=chosen[0][0], stage="raises", message=f"sync: {type(error).__name__}: {error}")]
-        for number, sample, got, want in recorded:
+        for name, number, close, got, want in recorded:
             try:
-                said = difference(got, want, closeness(sample))
+                stage, said = "differs", difference(got, want, close)
             except Exception as error:
-                found.append(Failure(sample=number, stage="raises", message=f"read: {type(error).__name__}: {error}"))
-                continue
+                stage, said = "raises", f"{type(error).__name__}: {error}"
             if said:
-                found.append(Failure(sample=number, stage="differs", message=said))
+                found[name].failed.append(Failure(sample=number, stage=stage, message=said))
     return found

@@ -1,6 +1,6 @@
 """Call every public function of JAX's libraries with `autocast` and without, and write docs/lists/jax_functions.md.
 
-    python tests/helpers/jax_sweep.py [--show] [--modules jax.nn jax.image]
+    python tests/jax_front/jax_sweep.py [--show] [--modules jax.nn jax.image]
 
 Each function runs with float32 arguments: forward, and backward where it has a gradient.  Its arguments come from
 `SPECIAL`, or are the first of `TEMPLATES` with which it gives finite numbers.
@@ -40,7 +40,7 @@ Every public function of {modules} is called with and without `autocast(policy="
 and backward. {same} of {all} calls are the same bit for bit: the function has no matrix product, or asks for float32.
 The others are below. The error is the greatest difference, relative to the greatest number of the result.
 
-`tests/helpers/jax_sweep.py` makes this list.
+`tests/jax_front/jax_sweep.py` makes this list.
 """
 
 
