@@ -246,7 +246,8 @@ def _divisor(
 
 
 def _divide(total: jax.Array, divisor: np.ndarray) -> jax.Array:
-    return total / as_dtype(divisor, total.dtype) if jnp.issubdtype(total.dtype, jnp.floating) else total // divisor
+    # of integers rounded to zero, as C++ divides
+    return jax.lax.div(*jnp.broadcast_arrays(total, as_dtype(divisor, total.dtype)))
 
 
 def _avg_pool(

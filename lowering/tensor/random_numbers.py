@@ -158,7 +158,10 @@ def _integers(rng: Any, low: Any, high: Any, shape: Sequence[int]) -> jax.Array:
         wide = as_dtype(high, jnp.uint64) - as_dtype(low, jnp.uint64)
         small = as_dtype(jax.random.randint(rng, tuple(shape), 0, wide.astype(jnp.int32), jnp.int32), jnp.int64)
         bits = jax.random.bits(rng, tuple(shape), jnp.uint64)
-        values: jax.Array = low + jnp.where(wide < _WORD >> 1, small, as_dtype(bits % wide, jnp.int64))
+        bits = jnp.where(
+            wide == 0, bits, bits % jnp.maximum(wide, 1)
+        )  # 0: all of them, and a remainder of 0 is undefined
+        values: jax.Array = low + jnp.where((wide > 0) & (wide < _WORD >> 1), small, as_dtype(bits, jnp.int64))
         return values
     span = high - low
     if span < _WORD >> 1:
