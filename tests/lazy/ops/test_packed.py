@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_device import check
+from harness import assert_same
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
@@ -49,7 +49,7 @@ def same(program: Callable[[nn.Module, Tensor], Any], network: nn.Module, x: Ten
         spread(results).backward()
         return results, given.grad, [p.grad for p in here.parameters()]
 
-    check(run, **TOLERANT)
+    assert_same(run, **TOLERANT)
 
 
 def through(network: nn.Module, x: Tensor, lengths: Sequence[int] = LENGTHS, start: Any = None, **options: Any) -> Any:
@@ -101,7 +101,7 @@ def test_padding_is_never_read(device):
         spread(through(here, x.to(where))).backward()
         return [p.grad for p in here.parameters()]
 
-    check(gradients, **TOLERANT)
+    assert_same(gradients, **TOLERANT)
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -138,7 +138,7 @@ def test_second_derivatives(kind, device):
         slope.square().sum().backward()
         return x.grad, [p.grad for p in network.parameters() if p.grad is not None]
 
-    check(program, rtol=1e-9, atol=1e-9)
+    assert_same(program, rtol=1e-9, atol=1e-9)
 
 
 def test_two_networks_of_one_packed_sequence(device):
@@ -177,7 +177,7 @@ def test_rows_are_a_tensor_of_their_own(device):
             pack_padded_sequence(x.detach().long(), torch.tensor([6, 4, 3, 1])).data.tolist(),
         )
 
-    check(program)
+    assert_same(program)
 
 
 def test_a_computation_on_the_rows(device):
@@ -265,7 +265,7 @@ def test_a_sequence_packed_on_the_cpu(device):
         rows, last = copy.deepcopy(network).to(where)(packed.to(where))
         return rows.data, pad_packed_sequence(rows), last
 
-    check(program, **TOLERANT)
+    assert_same(program, **TOLERANT)
 
 
 def test_a_captured_step_of_other_lengths_in_each_call(device):
