@@ -49,6 +49,7 @@ def test_a_program_passes_through_a_pipe_and_the_report_goes_to_standard_error(f
     assert b"bf16" in done.stdout
 
 
+@pytest.mark.full  # another process
 def test_quiet_prints_nothing_but_the_program(folder):
     done = call(folder, "convert", "net.mlir", "-o", "-", "--format", "bytecode", "--quiet")
     assert (done.returncode, done.stderr) == (0, b"")

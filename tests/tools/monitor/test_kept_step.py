@@ -63,7 +63,7 @@ def assert_same(one, other):
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.fixture(scope="module", params=["cpu", "xla", "captured"])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("xla", marks=pytest.mark.full), "captured"])
 def run(request, tmp_path_factory):
     """A run whose step `BAD` overflows: where, its monitor, what it said, and all state before that step."""
     model, optimizer, scaler, step = make(request.param)
