@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from xla_amp.tools.overflow.on_pytorch import find_overflow as find_overflow
     from xla_amp.tools.search.on_pytorch import search as search
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _PUBLIC = {
     "DeviceLoader": "xla_amp.pytorch.data.loader",
