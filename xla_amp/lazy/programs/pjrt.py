@@ -72,7 +72,7 @@ def platform() -> str:
 # ---- compiler options by platform ------------------------------------------------------------------------------------
 
 
-class Option(NamedTuple):
+class CompilerOption(NamedTuple):
     """A row of the table."""
 
     value: str
@@ -81,11 +81,11 @@ class Option(NamedTuple):
     source: str
 
 
-OPTIONS: Mapping[str, Mapping[str, Option]] = MappingProxyType(
+OPTIONS: Mapping[str, Mapping[str, CompilerOption]] = MappingProxyType(
     {
         "cpu": {},
         "gpu": {
-            "xla_allow_excess_precision": Option(
+            "xla_allow_excess_precision": CompilerOption(
                 "False",
                 "If allowed, XLA omits a rounding between two float32 computations, and stores in float32 what the "
                 "policy has cast to a low dtype: a third more bytes for a residual network with leaky ReLU.",
