@@ -19,7 +19,7 @@ from xla_amp.backends.trees import tree_flatten, tree_unflatten
 from xla_amp.errors import StepFailedError
 from xla_amp.lazy.capture.recording import HostValue, Origin, Recording, Source, Target
 from xla_amp.lazy.capture.state import Snapshot
-from xla_amp.lazy.capture.values import NotReplayableError, Place, put, view
+from xla_amp.lazy.capture.values import Keys, NotReplayableError, put, view
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Buffer, Poisoned, instructions, trace
 from xla_amp.lazy.programs import execute, memory_layout
@@ -134,7 +134,7 @@ class Replay:
         items = [item if origin is None else _tensor(origin, moved, made, own) for origin, item in pairs]
         return items[0] if self._structure is None else tree_unflatten(items, self._structure)
 
-    def _fill(self, state: Snapshot, places: dict[int, Place]) -> list[Buffer] | None:
+    def _fill(self, state: Snapshot, places: dict[int, Keys]) -> list[Buffer] | None:
         """Writes the call to the empty trace; returns the buffers of what it computes.
 
         A separate function: a variable that holds a parameter at the flush would count as a tensor that does.

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from xla_amp.lazy import private_api
-from xla_amp.lazy.capture.values import CONTAINERS, NOWHERE, Entry, Place, Reading, StepNames, Tensor, plain
+from xla_amp.lazy.capture.values import CONTAINERS, NOWHERE, Entry, Keys, Reading, StepNames, Tensor, plain
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -28,7 +28,7 @@ _SILENT: Final = frozenset({*vars(torch.nn.Module()), "_until_check"} - {"traini
 """Attributes of modules and scalers that are read otherwise, or that no step depends on."""
 
 
-class Option(NamedTuple):
+class GroupNumber(NamedTuple):
     """A number of an optimizer that is an input of the program."""
 
     group: dict[str, Any]
@@ -39,7 +39,7 @@ class Option(NamedTuple):
     owner: Optimizer
 
 
-def number_of(option: Option) -> Any:
+def number_of(option: GroupNumber) -> Any:
     """The present value of an option."""
     value = option.group[option.name]
     return value if option.at is None else value[option.at]
@@ -56,8 +56,8 @@ class _Objects:
         self._given = list(owners)
         self.reading, self.inside = Reading(), Reading()
         """What was found, and, read at each call, what may change in place: containers and tensors on the host."""
-        self._open: list[tuple[Any, str, Place]] = []
-        self.options: list[Option] = []
+        self._open: list[tuple[Any, str, Keys]] = []
+        self.options: list[GroupNumber] = []
         self.owners: list[Any] = []
         """All of them, and the modules below."""
         self._tables: list[dict[Any, Any]] = []
@@ -100,7 +100,7 @@ class _Objects:
         values = itertools.chain(*self._lists, *self._tables, *map(dict.values, self._tables))
         return [*map(type, self.owners), *values, *options, *map(type, map(number_of, self.options))]
 
-    def _add(self, value: Any, label: str, place: Place) -> None:
+    def _add(self, value: Any, label: str, place: Keys) -> None:
         on_host = isinstance(value, torch.Tensor) and value.device.type != DEVICE_TYPE
         if on_host or (isinstance(value, CONTAINERS) and not isinstance(value, tuple)):
             self._open.append((value, label, place))
@@ -126,9 +126,9 @@ class _Objects:
         for path, module in owner.named_modules():
             name = f"{label}.{path}" if path else label
             self._attributes(module, name, _HOOKS)
-            self._table(module._parameters, name)
-            self._table(module._buffers, name)
-            self._tables.append(module._modules)
+            for members in ("_parameters", "_buffers"):
+                self._table(vars(module)[members], name)
+            self._tables.append(vars(module)["_modules"])
 
     def _optimizer(self, owner: Optimizer, label: str) -> None:
         """Options, hooks, parameters, and the state in the order of the parameters."""
@@ -144,7 +144,7 @@ class _Objects:
                 of_option = f"{label}.param_groups[{number}][{name!r}]"
                 if name in inputs:
                     indices = range(len(value)) if isinstance(value, tuple) else (None,)
-                    self.options += [Option(group, name, index, of_option, owner) for index in indices]
+                    self.options += [GroupNumber(group, name, index, of_option, owner) for index in indices]
                 elif name not in ("params", "param_names"):
                     self._add(value, of_option + _remedy(owner, value), (group, (name,)))
             for index, parameter in enumerate(group["params"]):
@@ -188,7 +188,7 @@ class Snapshot:
     gradients: list[torch.Tensor | None]
     buffers: list[Buffer | None]
     """By position: of `tensors`, then of `gradients`."""
-    options: list[Option]
+    options: list[GroupNumber]
     numbers: list[float]
     """The values of `options`."""
 
@@ -197,7 +197,7 @@ class Snapshot:
         count = len(self.tensors)
         return self.tensors[at].tensor if at < count else self.gradients[at - count]
 
-    def place(self, at: int) -> Place:
+    def place(self, at: int) -> Keys:
         """Where a tensor is bound."""
         count = len(self.tensors)
         return self.tensors[at].place if at < count else (self.parameters[at - count], ("grad",))

@@ -43,9 +43,9 @@ _LIBRARIES: Final = frozenset({"torch", "jax", "jaxlib", "numpy", "xla_amp"})
 
 Entry: TypeAlias = tuple[str, Any]
 """What a value is called in messages, and what it is compared by."""
-Place: TypeAlias = tuple[Any, tuple[Any, ...]]
+Keys: TypeAlias = tuple[Any, tuple[Any, ...]]
 """Where a value is: a dict, list, cell or (for its gradient) parameter, and the keys that lead to it from there."""
-NOWHERE: Final[Place] = (None, ())
+NOWHERE: Final[Keys] = (None, ())
 
 
 class NotReplayableError(Exception):
@@ -57,7 +57,7 @@ class Tensor(NamedTuple):
 
     tensor: torch.Tensor
     label: str
-    place: Place
+    place: Keys
 
 
 def plain(value: Any) -> tuple[type, str]:
@@ -100,7 +100,7 @@ class Reading:
         self.schedules: list[Entry] = []
         """The counts of learning-rate schedules, which may change between calls and not in a call."""
 
-    def add(self, value: Any, label: str, place: Place) -> bool:
+    def add(self, value: Any, label: str, place: Keys) -> bool:
         """Adds a value as what it is; returns whether it is compared."""
         kind = type(value)
         compared: Any = None
@@ -124,7 +124,7 @@ class Reading:
             self.entries.append((label, compared))
         return compared is not None
 
-    def _container(self, value: Any, label: str, place: Place) -> Any:
+    def _container(self, value: Any, label: str, place: Keys) -> Any:
         if isinstance(value, set | frozenset):
             return type(value), frozenset(plain(item) for item in value if type(item) in PLAIN)
         pairs = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
@@ -134,7 +134,7 @@ class Reading:
             self.add(item, f"{label}[{name}]", (holder, (*path, key)))
         return type(value), tuple(keys)
 
-    def look(self, value: Any, label: str, place: Place, names: tuple[str, ...]) -> bool:
+    def look(self, value: Any, label: str, place: Keys, names: tuple[str, ...]) -> bool:
         """`add`, and of another object its attributes in `names`, and its tensors and objects of any name."""
         compared = self.add(value, label, place)
         if type(value) in PLAIN or isinstance(value, _WHOLE):
@@ -185,7 +185,7 @@ def _of_class(kind: type, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(n for n in names if isinstance(next((s[n] for s in spaces if n in s), _of_class), held))
 
 
-def put(place: Place, value: torch.Tensor | None) -> None:
+def put(place: Keys, value: torch.Tensor | None) -> None:
     """Binds `value` where a tensor is."""
     holder, path = place
     if isinstance(holder, torch.Tensor):
@@ -237,7 +237,7 @@ class StepNames:
                     return
                 step = call
 
-    def bound(self) -> Iterator[tuple[Any, str, Place]]:
+    def bound(self) -> Iterator[tuple[Any, str, Keys]]:
         """What the names are bound to, each with its label and place."""
         yield from ((owner, label, NOWHERE) for label, owner in self._owners)
         function = self._function
