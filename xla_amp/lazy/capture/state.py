@@ -23,7 +23,6 @@ from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS_OF_STEPS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _SILENT: Final = frozenset({*vars(torch.nn.Module()), "_until_check"} - {"training"})
 """Attributes of modules and scalers that are read otherwise, or that no step depends on."""
 
@@ -113,26 +112,26 @@ class _Objects:
             if name not in silent:
                 self._add(value, f"{label}.{name}", (table, (name,)))
 
-    def _attributes(self, owner: Any, label: str, hooks: tuple[str, ...] = ()) -> None:
+    def _attributes(self, owner: Any, label: str, hooks: Iterable[dict[Any, Any]] = ()) -> None:
         space = vars(owner)
         self.owners.append(owner)
         self.reading.entries.append((f"the class of {label}", type(owner)))
-        for name in hooks:
-            self._tables.append(space[name])
-            self.reading.entries += [(f"a hook of {label}", hook) for hook in space[name].values()]
-        self._table(space, label, _SILENT | vars(owner).keys() if isinstance(owner, Optimizer) else _SILENT)
+        for table in hooks:
+            self._tables.append(table)
+            self.reading.entries += [(f"a hook of {label}", hook) for hook in table.values()]
+        self._table(space, label, _SILENT | space.keys() if isinstance(owner, Optimizer) else _SILENT)
 
     def _modules(self, owner: torch.nn.Module, label: str) -> None:
         for path, module in owner.named_modules():
             name = f"{label}.{path}" if path else label
-            self._attributes(module, name, _HOOKS)
+            self._attributes(module, name, map(vars(module).__getitem__, _HOOKS))
             for members in ("_parameters", "_buffers"):
                 self._table(vars(module)[members], name)
             self._tables.append(vars(module)["_modules"])
 
     def _optimizer(self, owner: Optimizer, label: str) -> None:
         """Options, hooks, parameters, and the state in the order of the parameters."""
-        self._attributes(owner, label, _HOOKS_OF_STEPS)
+        self._attributes(owner, label, (owner._optimizer_step_pre_hooks, owner._optimizer_step_post_hooks))
         self._tables.append(owner.state)
         self._lists.append(owner.param_groups)
         known = {id(each.tensor): at for at, each in enumerate(self.reading.tensors)}
