@@ -34,8 +34,8 @@ def copy_of(root: Path, folder: Path) -> Path:
     """The files of `root` that git knows, below `folder`."""
     copy = folder / "xla_amp"
     copy.mkdir()
-    packed = subprocess.run(["git", "-C", root, "archive", "HEAD"], check=True, capture_output=True).stdout
-    subprocess.run(["tar", "-x", "-C", copy], input=packed, check=True)
+    packed = subprocess.run(["git", "-C", str(root), "archive", "HEAD"], check=True, capture_output=True).stdout
+    subprocess.run(["tar", "-x", "-C", str(copy)], input=packed, check=True)
     return copy
 
 
@@ -54,7 +54,7 @@ def found_by(tree: Path, tests: list[str]) -> str:
             return f"{place}: more than {LIMIT} s"
         failed = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
         if failed:
-            return failed[1]
+            return str(failed[1])
         if run.returncode not in (0, 5):  # 5: every test of it is left out by default
             return f"{place}: pytest ended with {run.returncode}"
     return ""
@@ -62,7 +62,7 @@ def found_by(tree: Path, tests: list[str]) -> str:
 
 def apply(tree: Path, row: dict[str, Any]) -> Path:
     """Makes the mistake of a row, and returns the changed file."""
-    path = tree / row["file"]
+    path = tree / str(row["file"])
     text = path.read_text()
     if text.count(row["old"]) != 1:
         sys.exit(f"{row['name']}: {row['file']} has its `old` {text.count(row['old'])} times; write what stands there")
