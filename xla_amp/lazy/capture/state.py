@@ -23,6 +23,7 @@ from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_STEPS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _SILENT: Final = frozenset({*vars(torch.nn.Module()), "_until_check"} - {"training"})
 """Attributes of modules and scalers that are read otherwise, or that no step depends on."""
 
@@ -131,7 +132,7 @@ class _Objects:
 
     def _optimizer(self, owner: Optimizer, label: str) -> None:
         """Options, hooks, parameters, and the state in the order of the parameters."""
-        self._attributes(owner, label, (owner._optimizer_step_pre_hooks, owner._optimizer_step_post_hooks))
+        self._attributes(owner, label, map(vars(owner).__getitem__, _HOOKS_OF_STEPS))
         self._tables.append(owner.state)
         self._lists.append(owner.param_groups)
         known = {id(each.tensor): at for at, each in enumerate(self.reading.tensors)}
