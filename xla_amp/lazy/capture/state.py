@@ -23,7 +23,6 @@ from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS_OF_STEPS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _SILENT: Final = frozenset({*vars(torch.nn.Module()), "_until_check"} - {"training"})
 """Attributes of modules and scalers that are read otherwise, or that no step depends on."""
 
@@ -126,13 +125,13 @@ class _Objects:
         for path, module in owner.named_modules():
             name = f"{label}.{path}" if path else label
             self._attributes(module, name, map(vars(module).__getitem__, _HOOKS))
-            for members in ("_parameters", "_buffers"):
-                self._table(vars(module)[members], name)
+            for members in (module._parameters, module._buffers):
+                self._table(members, name)
             self._tables.append(vars(module)["_modules"])
 
     def _optimizer(self, owner: Optimizer, label: str) -> None:
         """Options, hooks, parameters, and the state in the order of the parameters."""
-        self._attributes(owner, label, map(vars(owner).__getitem__, _HOOKS_OF_STEPS))
+        self._attributes(owner, label, (owner._optimizer_step_pre_hooks, owner._optimizer_step_post_hooks))
         self._tables.append(owner.state)
         self._lists.append(owner.param_groups)
         known = {id(each.tensor): at for at, each in enumerate(self.reading.tensors)}
