@@ -220,7 +220,13 @@ def test_a_captured_function_in_the_step_is_seen():
     assert find_overflow(lambda: captured(torch.ones(2, device=device)) + 1).first.place.operation == "log"
 
 
-@pytest.mark.parametrize(("compute", "programs"), [(torch.exp, 1), (lambda x: torch.exp(x * 1e4), 2)])
+def many_masks(x):
+    """Seventeen infinities on purpose before the one that is found: the second run looks at sixteen."""
+    masked = [x.masked_fill(x > 0, float("inf")).clamp(max=1.0) for _ in range(17)]
+    return torch.log(sum(masked) * 0.0)
+
+
+@pytest.mark.parametrize(("compute", "programs"), [(torch.exp, 1), (lambda x: torch.exp(x * 1e4), 2), (many_masks, 3)])
 def test_each_run_is_a_program_and_no_recompilation(compute, programs):
     x = torch.ones(2, 3, device=xla_amp.xla_device())
     for _ in range(2):

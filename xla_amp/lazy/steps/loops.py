@@ -10,8 +10,8 @@ at the first look: the program ends after the next one that is equal but for dyn
 
 With gradients a repetition is probably a part of a step: then the rule is for programs of more than `LONG` operations,
 and for modules only.  Processes that train together do not end such a program, because what is alive may differ between
-them.  Nothing is ended while a step is captured or inside a backward pass.  Any program ends at XLA_AMP_TAPE_LIMIT
-operations.
+them.  Nothing is ended while a step is captured, inside a backward pass, or while `find_overflow` runs a step.  Any
+program ends at XLA_AMP_TAPE_LIMIT operations.
 
 The rule reads what was recorded, so all processes that record the same end their programs at the same places.  Ending a
 program runs it asynchronously; a result may differ in the last place from that of a longer program, in which XLA fuses
@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 
 from xla_amp.backends import module_paths
+from xla_amp.common import compiling
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.trace import FIRST_LOOK, instruction_of, trace
 from xla_amp.lazy.programs import execute, mesh
@@ -60,7 +61,7 @@ def look() -> None:
     if trace.count > trace.most:
         return execute.flush()
     limit = trace.count + FIRST_LOOK
-    if execute.flush_begins.listeners or module_paths.in_backward():
+    if _is_kept_whole():
         pass
     elif _has_gradients() and (trace.count <= LONG or mesh.replicas):
         limit = max(limit, LONG)
@@ -78,8 +79,13 @@ def _has_gradients() -> bool:
     return trace.nodes != (threading.get_ident(), private_api.autograd_nodes())
 
 
+def _is_kept_whole() -> bool:
+    """Whether a step is captured, a backward pass runs, or a tool reads each operation of a step."""
+    return bool(execute.flush_begins.listeners) or module_paths.in_backward() or compiling.runs_few_times()
+
+
 def _may_repeat() -> bool:
-    if execute.flush_begins.listeners or module_paths.in_backward():
+    if _is_kept_whole():
         return False
     return not _has_gradients() or (trace.count > LONG and not mesh.replicas)
 
