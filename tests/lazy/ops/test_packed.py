@@ -211,7 +211,7 @@ def test_one_program_for_each_padded_shape(name, keeps, device):
     torch.manual_seed(0)
     network = NETWORKS[name](5, 8, num_layers=2, bidirectional=True, dropout=0.1, batch_first=True).to(device)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    x = padded(4, 12, 5).to(device)
+    x = padded(4, 12, 5).to(device).requires_grad_()  # as that of an embedding
     kept: list[Any] = []
 
     def step(lengths: list[int]) -> None:

@@ -151,12 +151,11 @@ def _to_copy(
     # 40 % of the operations of a mixed-precision step are casts of whole tensors, so these have a fast path.
     if device is None and type(self) in tensor_io.PLAIN and (buffer := self.untyped_storage()._xla_amp) is not None:  # type: ignore[attr-defined]
         with trace.lock:
-            if buffer.unrecorded is not None and (rows := tensor_io.unrecorded(self)) is not None:
-                return rows.converted(dtype or self.dtype)
             value_spec = buffer.spec
             found = conversions.get((value_spec, dtype))
             if (
                 found is not None
+                and buffer.unrecorded is None
                 and self.shape == value_spec.shape
                 and self.is_contiguous()
                 and self.dtype is value_spec.dtype
@@ -175,6 +174,8 @@ def _copied(self: torch.Tensor, dtype: torch.dtype, device: Any) -> torch.Tensor
     tensor_io.require_here(device)
     if self.device.type != DEVICE_TYPE:
         return transfer.wrap(transfer.copy_to_device(self, dtype))
+    if (rows := tensor_io.unrecorded(self)) is not None:
+        return rows.converted(dtype)
     with trace.lock:
         flush_if_full()
         number, value_spec = tensor_io.read(self)
