@@ -220,9 +220,9 @@ def drop_traces(limit: int) -> None:
     from jax._src.interpreters import partial_eval
 
     cache = getattr(partial_eval, "trace_to_jaxpr", None)  # JAX 0.10.2 and later
-    if cache is None or cache.cache_info().currsize <= limit:
-        return
     types = getattr(pjit, "_seen_qdds", {})  # function -> the argument types that it was traced at
+    if cache is None or max(cache.cache_info().currsize, sum(map(len, types.values()))) <= limit:
+        return
     functions = {function for reference, *_ in cache.cache_keys() if (function := reference()) is not None}
     for function in functions.union(types):
         if (getattr(function, "__module__", None) or "").partition(".")[0] == "jax":
