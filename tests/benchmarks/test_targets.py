@@ -32,6 +32,7 @@ def needs(target: str) -> None:
         pytest.skip(f"the compiler for {target} is not installed")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", targets.NAMES)
 def test_a_low_product_stays_low_and_a_wide_one_wide(compilers, target):
     """Also on B200, for which XLA widens bfloat16 if its description lacks fields."""

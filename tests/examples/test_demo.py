@@ -29,6 +29,7 @@ def test_the_demo_compares_float32_and_bfloat16():
         assert command[0] == "-m" or (ROOT / command[0]).is_file()
 
 
+@pytest.mark.full
 def test_a_width_that_does_not_fit_is_refused():
     done = forked.run(EXAMPLE, "--width", "100")
     assert done.returncode

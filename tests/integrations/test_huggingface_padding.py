@@ -336,6 +336,7 @@ def test_a_training_and_its_evaluation_have_few_programs(tmp_path: Path) -> None
 PADDING = {"input_ids": 0, "attention_mask": 0, "labels": -100}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loop", ["plain", "accelerate"])
 def test_a_loop_has_a_program_for_each_shape_and_the_losses_of_the_cpu(loop: str) -> None:
     """Two lengths, and a last batch of one row; the collator pads to the longest row in the plain loop."""

@@ -254,6 +254,7 @@ class Manual(Net):
         return [torch.optim.SGD(self.body.parameters(), 0.1), torch.optim.Adam(self.head.parameters(), 1e-2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("16-mixed", 1e-2)])
 def test_manual_optimization_of_two_optimizers(precision: str, tolerance: float) -> None:
     torch.manual_seed(0)

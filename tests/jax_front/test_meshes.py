@@ -19,7 +19,6 @@ import pytest
 SCRIPT = Path(__file__).with_name("programs_on_four_devices.py")
 QUICK = {
     "explicit": ("block",),
-    "mixed": ("perceptron", "scan of checkpoint"),
 }
 """Mesh -> programs of a plain run; `test_all_programs` has the others."""
 BOTH_AXES = ("explicit", "auto", "mixed", "mixed tensor")

@@ -150,6 +150,7 @@ def test_no_optimizer_gets_a_conditional(compilers, target):
     assert conditionals(optimized(compilers, WRAPPED, target)) == []
 
 
+@pytest.mark.full
 def test_the_count_sees_a_conditional(compilers):
     theirs = {"adamw": optax.apply_if_finite(optax.adamw(0.1), 5)}
     assert len(conditionals(optimized(compilers, theirs, "v6e"))) == 1

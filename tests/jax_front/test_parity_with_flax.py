@@ -191,6 +191,7 @@ class Attentive(nn.Module):
         return scanned(self.dtype)(x.astype(self.dtype), None)[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("form", "carry"), [("unrolled", "keep"), ("scanned", "keep"), ("rematerialized", "low")])
 def test_float32_inside_of_a_gelu_and_of_attention_is_not_saved(form, carry):
     x = jax.random.normal(jax.random.key(0), (2, 32, 16), jnp.bfloat16).astype(jnp.float32)

@@ -221,6 +221,7 @@ def test_processes_with_another_program_are_named_before_it_runs():
     assert "3 values are kept on process 0, 4 on process 1" in first["results"]
 
 
+@pytest.mark.full
 def test_when_one_fails_the_others_end_and_the_error_has_its_number(tmp_path):
     done = scenarios.started(PROGRAM, "fail", folder=tmp_path, copies=False)
     assert done.returncode != 0

@@ -109,6 +109,7 @@ def test_trains_as_on_the_cpu(device: torch.device, name: str) -> None:
         mine.same_as(other, kwargs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CLOSURE)
 def test_trains_as_on_the_cpu_with_a_closure(device: torch.device, name: str) -> None:
     """A line search decides in Python by what it reads, so it waits for the device."""

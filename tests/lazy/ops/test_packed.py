@@ -319,6 +319,7 @@ def test_a_low_dtype_is_close_to_float32(device):
     assert (found.float().cpu() != expected).any()
 
 
+@pytest.mark.full
 def test_dropout_between_layers(device):
     torch.manual_seed(0)
     network = nn.LSTM(5, 3, 2, dropout=1.0)  # the second layer gets zeros

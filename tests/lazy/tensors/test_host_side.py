@@ -503,6 +503,7 @@ def _dataset() -> torch.utils.data.Dataset:
     return torch.utils.data.TensorDataset(torch.arange(32.0).view(16, 2), torch.arange(16))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("workers", "pin"), [(0, False), (0, True), (2, True)])
 def test_a_data_loader(device: torch.device, workers: int, pin: bool) -> None:
     context = "forkserver" if workers else None

@@ -210,6 +210,7 @@ with torch.autocast("jax"):
 """
 
 
+@pytest.mark.full
 def test_importing_the_device_registers_its_name():
     environment = config.child_environment({"JAX_PLATFORMS": "cpu"})
     done = subprocess.run([sys.executable, "-c", DEVICE], env=environment, capture_output=True, text=True, check=False)

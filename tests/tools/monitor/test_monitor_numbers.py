@@ -188,6 +188,7 @@ def test_what_is_not_finite_is_named(scaled, captured, recwarn):
     )
 
 
+@pytest.mark.full
 def test_monitors_that_begin_after_captured_steps(scaled):
     """Two of them, of one model; steps outside of blocks, and saved or copied models, are not recorded."""
     model, optimizer, scaler, step, device = scaled
