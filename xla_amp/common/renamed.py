@@ -10,10 +10,16 @@ from pathlib import Path
 
 
 @functools.cache
-def table() -> Mapping[str, str]:
-    """Full old name -> full new name, or what to use instead."""
-    found: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-    return found
+def table(section: str = "names") -> Mapping[str, str]:
+    """A section of the table: old name -> new name, or what to use instead; in ``names`` both are full names."""
+    found: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+    return found[section]
+
+
+def attribute(owner: str, name: str) -> AttributeError:
+    """The error for an attribute that an object does not have; the table's section `owner` has earlier ones."""
+    instead = f"write {table(owner)[name]}" if name in table(owner) else "there is no such attribute"
+    return AttributeError(f"{owner}.{name}: {instead}")
 
 
 def importable(public: Iterable[str], needs_torch: Iterable[str]) -> list[str]:

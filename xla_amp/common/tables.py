@@ -56,11 +56,6 @@ class Table:
     note: str = ""
     """A line under the table."""
 
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            if len(row) != len(self.columns):
-                raise ValueError(f"a table of {len(self.columns)} columns, and a row of {len(row)} cells: {row}")
-
     def text(self, width: int | None = None, most: int = MOST_ROWS) -> str:
         """The first `most` rows as text of at most `width` characters a line; None: `terminal_width`."""
         width = width or terminal_width()

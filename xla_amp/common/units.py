@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Final
 
-_SHORT: Final = {
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "float32": "f32",
-    "float64": "f64",
-    "complex64": "c64",
-    "complex128": "c128",
-    "int64": "i64",
-    "int32": "i32",
-    "int16": "i16",
-    "int8": "i8",
-    "uint8": "u8",
-}
+_LONG = re.compile(r"^(b?f|c|i|u)[a-z]+(?=\d)")
+"""The letters of a dtype's name in torch and JAX; the group stays."""
 _DIGITS = re.compile(r"\d+")
 
 
-def size(number: float | None) -> str:
+def size(number: float) -> str:
     """``1.5 MiB``."""
-    if number is None:
-        return "unknown"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(number) < 1024:
             return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
@@ -33,10 +19,8 @@ def size(number: float | None) -> str:
     return f"{number:.1f} TiB"
 
 
-def flops(number: float | None) -> str:
+def flops(number: float) -> str:
     """``1.5 GFLOP``, a number of floating-point operations."""
-    if number is None:
-        return "unknown"
     for unit in ("", "k", "M", "G", "T"):
         if abs(number) < 1000:
             return f"{number:.3g} {unit}FLOP"
@@ -61,7 +45,7 @@ def shapes(operands: Iterable[tuple[int, ...]], results: Iterable[tuple[int, ...
 
 def short(dtype: str) -> str:
     """``bf16`` for ``bfloat16``."""
-    return _SHORT.get(dtype, dtype)
+    return _LONG.sub(r"\1", dtype)
 
 
 def bits(dtype: str) -> int:

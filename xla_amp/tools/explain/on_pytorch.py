@@ -12,12 +12,11 @@ from typing import Any, Final
 from xla_amp.common import events, units
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.precision_report import PrecisionReport, summarize
-from xla_amp.common.tables import Table
 from xla_amp.jax import primitives
 from xla_amp.policy import BUILTIN, load
 from xla_amp.policy.op_catalog import is_contraction
 from xla_amp.tools.explain import operations
-from xla_amp.tools.explain.page import Page, Report, Section
+from xla_amp.tools.explain.page import Page, Report
 
 _CONVERSIONS: Final = frozenset({"_to_copy", "convert_element_type", "to"})
 """Operations that only change the dtype."""
@@ -30,10 +29,6 @@ _PLUMBING: Final = frozenset(
 """Operations of torch that move or create values and round nothing; `xla_amp.jax.primitives` has those of JAX."""
 
 
-def _is_plumbing(name: str) -> bool:
-    return name in _PLUMBING or primitives.info(name).plumbing
-
-
 class ExplainReport(Report):
     """The operations of one `explain` block, in execution order; may be read while the block runs.
 
@@ -43,7 +38,6 @@ class ExplainReport(Report):
     def __init__(self) -> None:
         self.records: list[DecisionRecord] = []
         """One `DecisionRecord` for each operation that ran in an autocast region, of any thread."""
-        self._forms_before = _chosen_forms()
 
     def __len__(self) -> int:
         return len(self.records)
@@ -54,15 +48,18 @@ class ExplainReport(Report):
         Keys: operation, module, cast, layer, policy, before, after, result, casts, rule, why, source, location, front.
         Several dtypes are separated by ", "; ``casts`` lists the conversions, ``float32->bfloat16``, one per operand.
         """
+        same = "operation", "module", "cast", "layer", "policy", "why", "source", "location", "front"
+        joined = {"before": "given", "after": "used", "result": "result", "casts": "casts"}
         return [
-            {name: value if isinstance(value, str) else ", ".join(value) for name, value in _fields(entry).items()}
+            {name: getattr(entry, name) for name in same}
+            | {name: ", ".join(getattr(entry, field)) for name, field in joined.items()}
+            | {"rule": entry.origin}
             for entry in self.records
         ]
 
     def to_json(self, indent: int | None = None) -> str:
-        """`rows` as JSON, with lists of dtypes, and the `summary`."""
-        document = {"summary": self.summary(), "operations": [_fields(entry) for entry in self.records]}
-        return json.dumps(document, indent=indent)
+        """`summary` and `rows` as JSON."""
+        return json.dumps({"summary": self.summary(), "operations": self.rows()}, indent=indent)
 
     def summary(self) -> dict[str, Any]:
         """Number of operations, in total, by cast and by layer, and number of inserted conversions by kind."""
@@ -78,24 +75,6 @@ class ExplainReport(Report):
         """What ran low: contractions, float32 regions and casts, for each module and in total."""
         return summarize(self.records, is_contraction)
 
-    def forms(self) -> list[dict[str, str]]:
-        """Which form computes each kind of attention and convolution in the programs built since the block began.
-
-        Only the lazy device chooses; a program that was in the cache is not built again.  Keys: operation, call,
-        platform, form, why, left_out: each form that comes before, and why it cannot compute the call, memory:
-        temporary memory of each form for the platform, chosen or not, estimated; "" for a convolution.
-        """
-        known = set(map(id, self._forms_before))
-        return [
-            {
-                **{name: getattr(choice, name) for name in ("operation", "call", "platform", "form", "why")},
-                "left_out": "; ".join(f"{name}: {reason}" for name, reason in choice.left_out.items()),
-                "memory": "; ".join(f"{name}: {units.size(cost)}" for name, cost in choice.costs.items()),
-            }
-            for choice in _chosen_forms()
-            if id(choice) not in known
-        ]
-
     def page(self) -> Page:
         """The report for people."""
         found = [_operation(entry) for entry in self.records]
@@ -106,7 +85,7 @@ class ExplainReport(Report):
         return Page(
             title=f"{count:,} operation{'' if count == 1 else 's'} under autocast",
             facts={"policy": policies, "casts inserted": casts},
-            sections=(*operations.findings(found), *operations.tables(found), _forms(self.forms())),
+            sections=(*operations.findings(found), operations.table(found)),
         )
 
 
@@ -140,52 +119,18 @@ def explain() -> Iterator[ExplainReport]:
         yield report
 
 
-def _chosen_forms() -> tuple[Any, ...]:
-    library = sys.modules.get("xla_amp.lowering.forms")
-    return () if library is None else library.chosen()
-
-
-def _forms(forms: list[dict[str, str]]) -> Section:
-    """The table of `ExplainReport.forms`."""
-    names = ("operation", "call", "form", "why", "left_out", "memory")
-    table = Table(
-        columns=("operation", "call", "form", "why", "left out", "memory"),
-        rows=[tuple(form[name] for name in names) for form in forms],
-        note="of programs that were built since the block began" if forms else "",
-    )
-    return Section("Forms of fused operations", table=table)
-
-
-def _fields(entry: DecisionRecord) -> dict[str, str | list[str]]:
-    return {
-        "operation": entry.operation,
-        "module": entry.module,
-        "cast": entry.cast,
-        "layer": entry.layer,
-        "policy": entry.policy,
-        "before": list(entry.given),
-        "after": list(entry.used),
-        "result": list(entry.result),
-        "casts": entry.casts,
-        "rule": entry.origin,
-        "why": entry.why,
-        "source": entry.source,
-        "location": entry.location,
-        "front": entry.front,
-    }
-
-
 def _operation(entry: DecisionRecord) -> operations.Operation:
     name, casts = entry.operation.partition(".")[0], len(entry.casts)
     floating = [dtype for dtype in entry.used if units.is_floating(dtype)]
     computes = floating or [dtype for dtype in entry.result if units.is_floating(dtype)]
     product = is_contraction(entry.operation)
+    is_plumbing = name in _PLUMBING or primitives.info(name).plumbing
     return operations.Operation(
         record=entry,
         product=product,
         casts=casts or None,
         verdict=operations.verdict(
-            floating=bool(computes) and (not _is_plumbing(name) or casts > 0),
+            floating=bool(computes) and (not is_plumbing or casts > 0),
             cast=name in _CONVERSIONS,
             low=bool(computes) and all(map(units.is_low, computes)),
             product=product,

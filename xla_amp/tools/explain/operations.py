@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal, TypeAlias
 
@@ -47,30 +47,21 @@ _MORE: Final = ("casts", "shapes", "why", "source", "verdict")
 _OPTIONAL: Final = ("bytes", "FLOP", "layer", "cast", "before", "rule")
 
 
-def tables(operations: Iterable[Operation], title: str = "Operations") -> tuple[Section, ...]:
-    """A table of the operations in the order of the program, and a folded one of integers and plumbing."""
-    computes: list[Operation] = []
-    plumbing: list[Operation] = []
-    for each in operations:
-        (plumbing if each.verdict == "plumbing" else computes).append(each)
-    hidden = len(rows := list(map(_row, _alike(plumbing))))
-    note = f"{hidden:,} row{'' if hidden == 1 else 's'} of integers and plumbing: on the page" if hidden else ""
-    return (
-        Section(title, table=_table(list(map(_row, _alike(computes))), note)),
-        Section("Integers and plumbing", table=_table(rows), folded=True),
-    )
-
-
-def _table(rows: Sequence[Sequence[Cell]], note: str = "") -> Table:
-    return Table(
+def table(operations: Iterable[Operation], title: str = "Operations") -> Section:
+    """The operations in the order of the program, equal ones together, without integers and plumbing."""
+    alike = _alike(operations)
+    shown = [each for each in alike if each[0].verdict != "plumbing"]
+    hidden = len(alike) - len(shown)
+    table = Table(
         columns=_COLUMNS,
-        rows=rows,
+        rows=list(map(_row, shown)),
         right=("FLOP", "bytes"),
         optional=_OPTIONAL,
         more=_MORE,
-        risks={at for at, row in enumerate(rows) if row[-1] == VERDICTS["risk"]},
-        note=note,
+        risks={at for at, each in enumerate(shown) if each[0].verdict == "risk"},
+        note=f"without {hidden:,} row{'' if hidden == 1 else 's'} of integers and plumbing" if hidden else "",
     )
+    return Section(title, table=table)
 
 
 def _alike(operations: Iterable[Operation]) -> list[list[Operation]]:
@@ -148,32 +139,27 @@ def findings(operations: Sequence[Operation], *, most: int = 5) -> tuple[Section
     """What runs in float32 that could be low, what runs low that should not, and what is float32 for which reason."""
     could = [each for each in operations if each.verdict == "could"]
     risk = [each for each in operations if each.verdict == "risk"]
+    products = sum(each.product for each in operations)
     total = sum(each.record.flops or 0 for each in operations)
     cost = sum(each.record.flops or 0 for each in could)
     found = []
     if could:
-        answer = f"{len(could)} of {_products(operations)} products and convolutions"
+        answer = f"{len(could)} of {products} products and convolutions"
         if total and cost:
             answer += f", {units.flops(cost)} of {units.flops(total)} ({100 * cost / total:.3g} %)"
     else:
-        answer = "nothing: every product and convolution runs low" if _products(operations) else "nothing: no products"
+        answer = "nothing: every product and convolution runs low" if products else "nothing: no products"
     question = "What runs in float32 that could be low?"
     found.append(Section(question, answer, "could" if could else "low", _largest(could, most)))
     answer = f"{_number(risk)} that the built-in rules keep in float32" if risk else "nothing that the rules know"
     found.append(Section("What runs low that should not?", answer, "risk" if risk else "low", _largest(risk, most)))
     if wide := [each for each in operations if each.verdict == "wide"]:
         found.append(Section("What is float32 on purpose, and why?", _number(wide), items=_reasons(wide, most)))
-    if casts := sum(each.casts or 0 for each in operations):
-        found.append(Section("Where are the casts?", f"{casts:,} casts of operands", items=_casts(operations, most)))
     return tuple(found)
 
 
 def _number(operations: Sequence[Operation]) -> str:
     return f"{len(operations)} operation{'' if len(operations) == 1 else 's'}"
-
-
-def _products(operations: Iterable[Operation]) -> int:
-    return sum(each.product for each in operations)
 
 
 def _reasons(operations: Iterable[Operation], most: int) -> tuple[tuple[str, str], ...]:
@@ -186,20 +172,6 @@ def _reasons(operations: Iterable[Operation], most: int) -> tuple[tuple[str, str
     if len(ranked) > most:
         items.append((f"and {len(ranked) - most} more reasons", ""))
     return tuple(items)
-
-
-def _casts(operations: Iterable[Operation], most: int) -> tuple[tuple[str, str], ...]:
-    """Numbers of casts with their layers, the largest first."""
-    numbers = Counter[str]()
-    layers: dict[str, list[str]] = defaultdict(list)
-    for each in operations:
-        if each.casts:
-            numbers[pattern := paths.pattern(each.record.module)] += each.casts
-            layers[pattern].append(each.record.module)
-    return tuple(
-        (f"{number:,}", f"in {paths.together(layers[pattern])}" if pattern else "outside layers")
-        for pattern, number in numbers.most_common(most)
-    )
 
 
 def _largest(operations: Iterable[Operation], most: int) -> tuple[tuple[str, str], ...]:

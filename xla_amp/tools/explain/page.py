@@ -18,6 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+from xla_amp.common import renamed
 from xla_amp.common.tables import Table, terminal_width
 from xla_amp.errors import MissingLibraryError, printable, writing
 
@@ -37,8 +38,6 @@ class Section:
     table: Table | None = None
     svg: str = ""
     """A drawing for the page, as of `curve`."""
-    folded: bool = False
-    """Whether the page shows the title only until the reader opens it, and the terminal nothing."""
 
     @property
     def is_empty(self) -> bool:
@@ -64,7 +63,7 @@ class Page:
             names = max(map(len, self.facts))
             parts.append("\n".join(_wrapped(f"{n.ljust(names)}  {v}", names + 2, width) for n, v in self.facts.items()))
         for section in self.sections:
-            if section.is_empty or section.folded or (section.svg and not section.text):
+            if section.is_empty or (section.svg and not section.text):
                 continue
             lines = [_wrapped(section.title, 0, width)]
             lines += [_wrapped(f"  {section.text}", 2, width)] if section.text else []
@@ -110,27 +109,21 @@ class Report(abc.ABC):
     def page(self) -> Page:
         """The report for people."""
 
-    def to_html(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
+    def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes the report as one HTML file, which loads nothing.
-
-        Args:
-            path: of the file.
-            title: of the page; None: what the report is about.
 
         Raises:
             MissingLibraryError: jinja2 is not installed.
             FileError: the file cannot be written.
         """
-        page = self.page()
-        (page if title is None else dataclasses.replace(page, title=title)).write(path)
+        self.page().write(path)
 
     def __str__(self) -> str:
         """The page as text."""
         return self.page().text()
 
     def __getattr__(self, name: str) -> Any:
-        instead = "; write report.page()" if name == "document" else ""
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
+        raise renamed.attribute("report", name)
 
     def _repr_html_(self) -> str:
         """The page in an element ``iframe``, for notebooks; without jinja2 its text."""

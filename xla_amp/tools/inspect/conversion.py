@@ -16,7 +16,7 @@ from xla_amp.tools.explain.page import Page
 def page(report: ConversionReport, title: str = "a StableHLO program in mixed precision") -> Page:
     """The report for people."""
     found = [_operation(each) for each in report.operations]
-    return Page(title, report.facts(), (*operations.findings(found), *operations.tables(found, "Decisions")))
+    return Page(title, report.facts(), (*operations.findings(found), operations.table(found, "Decisions")))
 
 
 def _operation(each: OperationDecision) -> Operation:

@@ -79,7 +79,7 @@ class Inspection(Report):
             },
             (
                 *report_operations.findings(self.rows),
-                *report_operations.tables(self.rows),
+                report_operations.table(self.rows),
                 *module_tables.sections({"": self}),
                 module_tables.largest(self),
             ),
