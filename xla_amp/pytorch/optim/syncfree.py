@@ -236,7 +236,7 @@ class SGD(_SyncFree, torch.optim.SGD):
                 else:
                     decayed = torch.where(flag != 0, decayed, damped)
                     flag.mul_(scaling.found_inf if scaling.found_inf is not None else 0.0)
-            prepared.append(decayed)
+            prepared.append(decayed.to(parameter.dtype))  # a 0-d one took the dtype of a tensor `weight_decay`
         return prepared
 
     def state_dict(self) -> dict[str, Any]:
