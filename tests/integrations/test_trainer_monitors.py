@@ -59,7 +59,7 @@ def test_lightning(tmp_path, batches):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    recorder = MonitorCallback(layers="body")
+    recorder = MonitorCallback()
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", accumulate_grad_batches=2, callbacks=[recorder], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
@@ -86,7 +86,7 @@ def test_transformers(tmp_path, batches):
             logits = self.body(x)
             return SequenceClassifierOutput(loss=F.cross_entropy(logits, labels), logits=logits)
 
-    recorder = MonitorCallback(layers="body")
+    recorder = MonitorCallback()
     arguments = transformers.TrainingArguments(
         tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=1, use_cpu=True,
         report_to=[], save_strategy="no", max_grad_norm=0.0, logging_steps=1000, disable_tqdm=True,

@@ -54,15 +54,15 @@ def test_numbers_are_those_of_numpy(transform):
 
 
 def test_parameters_that_are_not_finite_are_named(recwarn):
-    recorder = monitor(first_step=3)
+    recorder = monitor()
     grads = {"a": jnp.array([1.0, jnp.nan]), "b": jnp.array([jnp.inf]), "c": jnp.array([1e18])}
     recorder.record(statistics(grads, layers={"x": jnp.array([1.0, -jnp.inf]), "y": jnp.array([jnp.nan])}))
     (record,) = recorder.read().steps
-    assert (record.step, record.nonfinite, record.bad) == (3, ("a", "b"), True)
+    assert (record.step, record.nonfinite, record.bad) == (0, ("a", "b"), True)
     assert record.largest["x"] == math.inf
     assert math.isnan(record.largest["y"])
     assert str(recwarn[0].message) == (
-        "monitor: step 3 is bad: the first layer with an inf or NaN is x; not finite are the gradients of a, b (2 "
+        "monitor: step 0 is bad: the first layer with an inf or NaN is x; not finite are the gradients of a, b (2 "
         "parameters). Type xla_amp.jax.find_overflow(step, *arguments) to find the operation"
     )
 
@@ -206,7 +206,7 @@ def test_a_bad_step_without_its_arguments_does_not_end_the_run(tmp_path, recwarn
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: monitor(lambda x: x), r"it wraps no step any more\. Return xla_amp\.jax\.statistics"),
+        (lambda: monitor(lambda x: x), r"it wraps no step any more; return xla_amp\.jax\.statistics"),
         (lambda: monitor(sample=10), r"monitor\(sample=\.\.\.\): leave it out"),
         (lambda: monitor().record({"loss": 1.0}), "expected what xla_amp.jax.statistics.* returned .* got dict"),
         (lambda: jax.jit(lambda x: monitor().record(statistics(x)))(X), r"outside of jax\.jit"),

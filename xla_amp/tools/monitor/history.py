@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -43,18 +42,18 @@ class StepRecord:
     @classmethod
     def of(cls, step: int, numbers: Mapping[str, float], loss: float | None = None) -> StepRecord:
         """The record of numbers by name; those of parameters are ``nonfinite/NAME``, of layers ``largest/PATH``."""
-        by_kind: dict[str, dict[str, float]] = {"nonfinite": {}, "largest": {}}
-        for name, number in numbers.items():
-            kind, _, rest = name.partition("/")
-            by_kind.get(kind, {})[rest] = number
+
+        def of(kind: str) -> dict[str, float]:
+            return {name.removeprefix(kind): number for name, number in numbers.items() if name.startswith(kind)}
+
         return cls(
             step=step,
             loss=numbers.get("loss", loss),
             loss_scale=numbers.get("loss_scale"),
             skipped=bool(numbers.get("skipped")),
             gradient_norm=numbers["gradient_norm"],
-            nonfinite=tuple(name for name, number in by_kind["nonfinite"].items() if number),
-            largest=by_kind["largest"],
+            nonfinite=tuple(name for name, number in of("nonfinite/").items() if number),
+            largest=of("largest/"),
         )
 
     def what(self) -> str:
@@ -81,14 +80,11 @@ class History(Report):
         """One field of `StepRecord` over the steps."""
         return [getattr(record, name) for record in self.steps]
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+    def plot(self) -> Any:
         """Draws loss, gradient norm and loss scale over the steps, bad steps in red.
 
-        Args:
-            path: of an image that is written, as ``run.png``.
-
         Returns:
-            A ``matplotlib.figure.Figure``.
+            A ``matplotlib.figure.Figure``: ``savefig("run.png")`` writes it.
 
         Raises:
             MissingLibraryError: matplotlib is not installed.
@@ -105,8 +101,6 @@ class History(Report):
             for record in self.steps:
                 if record.bad:
                     axes.axvline(record.step, color="red", linewidth=1)
-        if path is not None:
-            figure.savefig(path)
         return figure
 
     def _courses(self) -> dict[str, list[float | None]]:
@@ -136,12 +130,11 @@ class History(Report):
         )
 
     def _layers(self) -> Table:
-        """Largest magnitudes: of the newest step, and of all with the step where it was."""
-        rows: list[tuple[Any, ...]] = []
-        for layer in dict.fromkeys(layer for record in self.steps for layer in record.largest):
-            course = [(record.largest[layer], record.step) for record in self.steps if layer in record.largest]
-            finite = [each for each in course if math.isfinite(each[0])]
-            highest, step = max(finite, default=(None, None))
-            rows.append((layer or "the model", course[-1][0], highest, step, len(course) - len(finite) or None))
-        columns = ("layer", "largest now", "highest", "in step", "steps not finite")
-        return Table(columns=columns, rows=rows, risks=[index for index, row in enumerate(rows) if row[-1]])
+        """Largest magnitudes: of the newest step, and the highest finite one of all."""
+        courses: dict[str, list[float]] = {}
+        for record in self.steps:
+            for layer, value in record.largest.items():
+                courses.setdefault(layer or "the model", []).append(value)
+        rows = [(name, found[-1], max(filter(math.isfinite, found), default=None)) for name, found in courses.items()]
+        risks = [at for at, found in enumerate(courses.values()) if not all(map(math.isfinite, found))]
+        return Table(columns=("layer", "largest now", "highest"), rows=rows, risks=risks)

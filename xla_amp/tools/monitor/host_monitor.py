@@ -7,28 +7,12 @@ import dataclasses
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
-from xla_amp.common import arguments, events
+from xla_amp.common import arguments, events, renamed
 from xla_amp.tools.monitor.history import History, StepRecord
-
-_GONE: Final[Mapping[str, str]] = {
-    "sample": "every step has all numbers",
-    "kinds": "gradients have a norm, and layers their largest magnitude",
-    "low": "largest magnitudes need no low dtype",
-    "save_state": "with directory= the state before the first bad step is kept, without a copy in each step",
-}
-"""Arguments of earlier versions -> why they are not needed."""
-_INSTEAD: Final[Mapping[str, str]] = {
-    "advice": "print(monitor.history)",
-    "bad_step": "monitor.kept",
-    "saved": "monitor(..., directory=...), which keeps the state itself",
-    "table": "print(monitor.history)",
-    "to_html": "monitor.history.to_html(path)",
-}
-"""Methods of earlier versions -> what to type instead."""
 
 
 class HostMonitor(abc.ABC):
@@ -36,7 +20,6 @@ class HostMonitor(abc.ABC):
 
     Raises:
         TypeError: there is an argument of earlier versions.
-        ValueError: a number is out of its range.
     """
 
     find: ClassVar[str]
@@ -45,23 +28,18 @@ class HostMonitor(abc.ABC):
     def __init__(
         self,
         directory: str | os.PathLike[str] | None,
-        history: int,
         sinks: Iterable[Callable[[StepRecord], object]],
-        first_step: int,
         gone: Iterable[str],
     ) -> None:
-        arguments.refuse("monitor", gone, _GONE)
-        for name, number, least in (("history", history, 1), ("first_step", first_step, 0)):
-            if not isinstance(number, int) or number < least:
-                raise ValueError(f"monitor({name}={number!r}): expected an integer of at least {least}")
+        arguments.refuse("monitor", gone, renamed.table("monitor(...)"))
         self.kept: Path | None = None
         """The folder of the first bad step, once it is kept."""
         self._directory = None if directory is None else Path(directory)
         self._sinks = tuple(sinks)
-        self._next_step = first_step
+        self._next_step = 0
         self._waiting: deque[Any] = deque()
         """Steps that have not been read, in order: objects with ``ready()`` and ``record()``, None if a step failed."""
-        self._records: deque[StepRecord] = deque(maxlen=history)
+        self._records: deque[StepRecord] = deque(maxlen=1000)
         self._good: StepRecord | None = None
         """The last step that was not skipped."""
         self._guarded = True
@@ -78,8 +56,7 @@ class HostMonitor(abc.ABC):
         return self.history
 
     def __getattr__(self, name: str) -> Any:
-        instead = f"write {_INSTEAD[name]}" if name in _INSTEAD else "there is no such attribute"
-        raise AttributeError(f"monitor.{name}: {instead}")
+        raise renamed.attribute("monitor", name)
 
     @property
     def _keeps(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,7 @@ def save(
     leaves = trees.tree_leaves(batch)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor | bool | int | float | complex | str | bytes | None):
-            raise TypeError(
-                f"expected a batch of tensors, numbers and texts in lists, tuples and dicts, got {type(leaf)}"
-            )
+            raise TypeError(f"expected a batch of tensors, numbers, texts, lists, tuples and dicts, got {type(leaf)}")
     kept = {
         "record": dataclasses.asdict(record),
         "batch": batch,
@@ -53,7 +51,7 @@ def save(
     torch.save(on_host, folder / f"rank-{_rank(device_of(model))}.pt")
 
 
-def restore(path: str | os.PathLike[str], objects: Iterable[Any]) -> tuple[Any, ...]:
+def restore(path: str | os.PathLike[str], objects: Sequence[Any]) -> tuple[Any, ...]:
     """Gives model, optimizer and scaler among `objects`, and the random generators, the state before a kept step.
 
     Args:
@@ -77,7 +75,6 @@ def restore(path: str | os.PathLike[str], objects: Iterable[Any]) -> tuple[Any, 
         names, sizes = kept["model"].keys(), _sizes(kept["optimizer"])
     except Exception as error:  # torch.load raises anything for a file of another kind
         raise FileError(f"{file}: no kept step of a monitor: {type(error).__name__}: {error}") from error
-    objects = list(objects)
     model = _first(objects, torch.nn.Module, lambda each: each.state_dict().keys() == names)
     optimizer = _first(objects, torch.optim.Optimizer, lambda each: _sizes(each.state_dict()) == sizes)
     scaler = _first(objects, torch.amp.GradScaler, torch.amp.GradScaler.is_enabled)
@@ -86,10 +83,9 @@ def restore(path: str | os.PathLike[str], objects: Iterable[Any]) -> tuple[Any, 
     scaler.load_state_dict(kept["scaler"])
     step_state.set_random_state(kept["random"])
     moves, device = iter(kept["on_device"]), device_of(model)
-    batch: tuple[Any, ...] = trees.tree_map_only(
-        torch.Tensor, lambda each: each.to(device) if next(moves) else each, kept["batch"]
+    return tuple(
+        trees.tree_map_only(torch.Tensor, lambda each: each.to(device) if next(moves) else each, kept["batch"])
     )
-    return batch
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
@@ -100,16 +96,15 @@ def device_of(model: torch.nn.Module) -> torch.device:
 def _rank(device: torch.device) -> int:
     if devices.is_xla(device.type):
         return base.processes().ordinal()
-    return (
-        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
-    )
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def _sizes(state: Mapping[str, Any]) -> list[int]:
     return [len(group["params"]) for group in state["param_groups"]]
 
 
-def _first(objects: Iterable[Any], kind: type, fits: Callable[[Any], bool]) -> Any:
+def _first(objects: Sequence[Any], kind: type, fits: Callable[[Any], bool]) -> Any:
     for each in objects:
         if isinstance(each, kind) and fits(each):
             return each

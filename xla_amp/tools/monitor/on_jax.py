@@ -1,12 +1,11 @@
 """`statistics` and `monitor` for JAX: a pure function whose arrays the step returns, and an object that reads them.
 
-The first bad step is in ``DIRECTORY/step-N``: ``step.json``, and in ``arguments`` its arrays, which Orbax writes.
+The arrays of the first bad step are in ``DIRECTORY/step-N``, which Orbax writes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.common import files
 from xla_amp.errors import FileError, MissingLibraryError, StepError
 from xla_amp.jax.loss_scale import LossScale, is_inexact
 from xla_amp.tools.monitor.history import StepRecord
@@ -94,17 +92,13 @@ class Monitor(HostMonitor):
     """Records a run in JAX: `record` takes what `statistics` returned in each step.
 
     Args:
-        *wrapped: a step, which earlier versions wrapped: an error.
         directory: gets the first bad step for ``find_overflow(step, *arguments, kept=...)``.  Until one is kept,
             `record` waits for its step.  Needs Orbax.
-        history: steps that `Monitor.history` holds.
         sinks: functions that are called with each `StepRecord`, in order.
-        first_step: number of the first step, of a run that goes on.
-        **gone: arguments of earlier versions, which are errors.
+        *step, **gone: arguments of earlier versions, which are errors.
 
     Raises:
         TypeError: an argument is one of earlier versions.
-        ValueError: a number is out of its range.
         MissingLibraryError: there is a directory, and Orbax is not installed.
 
     Example:
@@ -119,19 +113,12 @@ class Monitor(HostMonitor):
 
     def __init__(
         self,
-        *wrapped: Any,
+        *step: Any,
         directory: str | os.PathLike[str] | None = None,
-        history: int = 1000,
         sinks: Iterable[Callable[[StepRecord], object]] = (),
-        first_step: int = 0,
         **gone: Any,
     ) -> None:
-        if wrapped:
-            raise TypeError(
-                "xla_amp.jax.monitor(step): it wraps no step any more. Return xla_amp.jax.statistics(grads, loss=..., "
-                "loss_scale=..., skipped=...) from the step, and call monitor.record(statistics, *arguments) after it"
-            )
-        super().__init__(directory, history, sinks, first_step, gone)
+        super().__init__(directory, sinks, ["step"] if step else gone)
         if directory is not None:
             _checkpointer().close()
 
@@ -170,10 +157,7 @@ class Monitor(HostMonitor):
         arguments = jax.tree.map(before, waiting.arguments, is_leaf=lambda value: isinstance(value, LossScale))
         arrays = [_data(leaf) for leaf in jax.tree.leaves(arguments) if _is_array(leaf)]
         with _checkpointer() as checkpointer:
-            checkpointer.save((folder / "arguments").absolute(), arrays, force=True)
-        if jax.process_index() == 0:  # Orbax writes the parts of all processes
-            text = json.dumps({**dataclasses.asdict(record), "arrays": _types(arrays)}, indent=1)
-            (folder / "step.json").write_text(f"{text}\n", encoding="utf-8")
+            checkpointer.save(folder.absolute(), arrays, force=True)
 
 
 monitor = Monitor
@@ -190,26 +174,25 @@ def load(path: str | os.PathLike[str], arguments: Sequence[Any]) -> tuple[Any, .
         FileError: there is no kept step.
         StepError: `arguments` are not like those of the step.
     """
-    folder = Path(path).absolute()
     leaves, tree = jax.tree.flatten(tuple(arguments))
     given = [_data(leaf) for leaf in leaves if _is_array(leaf)]
-    try:
-        found = files.parsed(json.loads, (folder / "step.json").read_text(encoding="utf-8"))
-        kept = [str(each) for each in found["arrays"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FileError(f"{folder}: no step of xla_amp.jax.monitor is kept here: {error!r}") from error
-    if kept != _types(given):
-        raise StepError(
-            f"find_overflow(step, *arguments, kept={os.fspath(path)!r}): pass the step's arguments, in any values; "
-            f"expected {', '.join(kept)}, got {', '.join(_types(given)) or 'none'}"
-        )
     like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in given]
     with _checkpointer() as checkpointer:
-        values = iter(checkpointer.restore(folder / "arguments", like))
-    restored: tuple[Any, ...] = jax.tree.unflatten(
-        tree, [_restored(leaf, next(values)) if _is_array(leaf) else leaf for leaf in leaves]
-    )
-    return restored
+        try:
+            found = checkpointer.metadata(Path(path).absolute())  # a tree, and in later versions an object that has it
+            kept = _types(jax.tree.leaves(getattr(found, "item_metadata", found)))
+        except Exception as error:  # Orbax raises anything for files of another kind
+            raise FileError(f"{path}: no step of xla_amp.jax.monitor is kept here: {error!r}") from error
+        if not kept:
+            raise FileError(f"{path}: no step of xla_amp.jax.monitor is kept here")
+        if kept != _types(given):
+            raise StepError(
+                f"find_overflow(step, *arguments, kept={os.fspath(path)!r}): pass the step's arguments, in any values; "
+                f"expected {', '.join(kept)}, got {', '.join(_types(given)) or 'none'}"
+            )
+        values = iter(checkpointer.restore(Path(path).absolute(), like))
+    restored = [_restored(leaf, next(values)) if _is_array(leaf) else leaf for leaf in leaves]
+    return tuple(jax.tree.unflatten(tree, restored))
 
 
 def _is_array(leaf: Any) -> bool:

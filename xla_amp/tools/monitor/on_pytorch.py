@@ -1,30 +1,30 @@
 """`monitor`: numbers of a training run in PyTorch, computed on the device inside the step's own program.
 
-Hooks call the device's half (`device_numbers`); at the end of each step the host's half (`host_monitor`) starts to read
-what it has written.
+Hooks write into two tensors on the device, so a step costs no executable and no wait, also in a captured step, whose
+replays run no Python.  At the end of each step the host starts to read what they have written.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from xla_amp.backends import devices, dynamo, step_state
+from xla_amp.backends import base, devices, dynamo, module_paths, step_state
+from xla_amp.backends.trees import tree_leaves
 from xla_amp.common import arguments
-from xla_amp.errors import PolicyError, StepError
-from xla_amp.policy import module_patterns
+from xla_amp.errors import StepError
 from xla_amp.tools.monitor import kept
-from xla_amp.tools.monitor.device_numbers import DeviceNumbers
 from xla_amp.tools.monitor.history import StepRecord
 from xla_amp.tools.monitor.host_monitor import HostMonitor
 
+_NUMBERS: Final = ("count", "skipped", "loss_scale", "gradient_norm")
+"""What `Monitor._status` begins with; ``count`` is the number of the step, from 1."""
 _TOGETHER: Final = 100
 """Steps that wait together on torch_xla, which cannot read without waiting."""
 
@@ -41,10 +41,9 @@ class RunningStep:
         """Random states before the step; None if it would not be kept."""
         self._number = number
 
-    def end(self, numbers: DeviceNumbers, count: int) -> None:
-        """Starts to read the loss and what the device has recorded of step `count`, from 1."""
-        self._numbers, self._count = numbers, count
-        self._reads = [devices.read_later(numbers.status)]
+    def end(self, monitor: Monitor) -> None:
+        """Starts to read the loss and what the device has recorded."""
+        self._monitor, self._reads = monitor, [devices.read_later(monitor._status)]
         loss, self.loss = self.loss, None
         self._loss = None if isinstance(loss, torch.Tensor | None) else float(loss)
         if isinstance(loss, torch.Tensor):
@@ -64,14 +63,14 @@ class RunningStep:
         status, *losses = [None if (value := read.value()) is None else value.tolist() for read in self._reads]
         if status is None:
             return None
-        if status[0] != self._count:
+        if status[0] != self._number + 1:
             raise StepError(
-                f"monitor: {self._count} `with monitor.step(...)` blocks or steps of the optimizer have ended, and the "
-                f"device counts {status[0]:.0f}: put one optimizer step, with all its micro-batches, into one block"
+                f"monitor: {self._number + 1} `with monitor.step(...)` blocks have ended, and the device counts "
+                f"{status[0]:.0f} optimizer steps: put one optimizer step, with all its micro-batches, into one block"
             )
         for loss in losses:
             self._loss = loss[0] if isinstance(loss, list) else loss
-        return self._numbers.record(status, self._number, self._loss)
+        return self._monitor._record(status, self._number, self._loss)
 
 
 class Monitor(HostMonitor):
@@ -86,16 +85,11 @@ class Monitor(HostMonitor):
         scaler: None records no loss scale, and nothing guards the update: no bad step can be kept.
         directory: gets the first bad step (`xla_amp.tools.monitor.kept`) for ``find_overflow(step, kept=...)``.  Until
             one is kept, each step waits for the one before it: otherwise the state would have gone on.
-        layers: patterns as in rules for modules, ``"*.attn"``; a module that one names and all modules in it.
-        history: steps that `Monitor.history` holds.
         sinks: functions that are called with each `StepRecord`, in order.
-        first_step: number of the first step, of a run that goes on.
         **gone: arguments of earlier versions, which are errors.
 
     Raises:
         TypeError: `optimizer` is none, or an argument is one of earlier versions.
-        ValueError: a number is out of its range.
-        PolicyError: a pattern matches no module.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -118,41 +112,41 @@ class Monitor(HostMonitor):
         scaler: torch.amp.GradScaler | None = None,
         *,
         directory: str | os.PathLike[str] | None = None,
-        layers: str | Iterable[str] = "*",
-        history: int = 1000,
         sinks: Iterable[Callable[[StepRecord], object]] = (),
-        first_step: int = 0,
         **gone: Any,
     ) -> None:
-        super().__init__(directory, history, sinks, first_step, gone)
+        super().__init__(directory, sinks, gone)
         arguments.require("monitor(model)", model, torch.nn.Module, "a torch.nn.Module")
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"monitor(model, optimizer, ...): expected a torch.optim.Optimizer, got {optimizer!r}")
+        arguments.require("monitor(model, optimizer)", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         self._model, self._optimizer = model, optimizer
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._device = kept.device_of(model)
-        modules, patterns = dict(model.named_modules()), [layers] if isinstance(layers, str) else list(layers)
-        for pattern in patterns:
-            if not any(module_patterns.selects(pattern, path) for path in modules):
-                near = module_patterns.nearest(pattern, modules)
-                raise PolicyError(f"monitor(layers={pattern!r}): no module matches{near}")
-        chosen = [path for path in modules if any(module_patterns.selects(pattern, path) for pattern in patterns)]
-        self._numbers = DeviceNumbers(model, chosen, optimizer, self._scaler, self._device)
-        self._first = first_step
+        self._layers = [path for path, _ in model.named_modules()]
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._parameters = {names.get(id(p), f"parameter {n} of the optimizer"): p for n, p in enumerate(parameters)}
+        self._counts = False
+        """Whether a step runs; outside of steps nothing is recorded."""
+        self._ended = 0
+        """Optimizer steps that hooks have seen; a replay of a captured step runs no hooks."""
+        self._returned: dict[str, None] = {}
+        """Layers in the order in which they have returned."""
+        self._pass: dict[str, torch.Tensor] = {}
+        """Layer -> largest magnitude in the forward passes that run."""
+        self._has_closure = False
+        sizes = len(_NUMBERS) + len(parameters) + len(self._layers), len(self._layers)
+        # Made outside of the step, so that the first step is the program of the next ones.
+        self._status, self._largest = base.zeros_like([torch.empty(s, device="meta") for s in sizes], self._device)
         self._flag = f"_xla_amp_monitor_{id(self)}"
         """Attribute of the model, which the guards of captured steps compare: whether the step is recorded."""
-        hook = functools.partial(_Hook, self._numbers)
         self._handles = [
-            *(modules[path].register_forward_hook(hook("layer", path)) for path in chosen),
-            model.register_forward_hook(hook("fold"), always_call=True),
-            optimizer.register_step_pre_hook(hook("before_step")),
-            optimizer.register_step_post_hook(hook("after_step")),
+            *(module.register_forward_hook(_Hook(self, "_layer", path)) for path, module in model.named_modules()),
+            model.register_forward_hook(_Hook(self, "_fold"), always_call=True),
+            optimizer.register_step_pre_hook(_Hook(self, "_before_step")),
+            optimizer.register_step_post_hook(_Hook(self, "_after_step")),
         ]
         if self._scaler is None:
             self._says_unguarded("Type xla_amp.monitor(model, optimizer, xla_amp.GradScaler(), directory=...)")
-
-    def __repr__(self) -> str:
-        return f"<xla_amp.monitor of {type(self._model).__name__}: {self._next_step - self._first} steps>"
 
     @contextlib.contextmanager
     def step(self, *batch: Any) -> Iterator[RunningStep]:
@@ -164,27 +158,29 @@ class Monitor(HostMonitor):
 
         Set ``step.loss`` inside to record the loss.  Outside of blocks nothing is recorded.
         """
-        numbers = self._numbers
-        if numbers.counts:
+        if self._counts:
             raise RuntimeError("monitor.step(): the step before has not ended; one `with` block holds one step")
         if self._keeps:
             self._collect(wait=True)
         entry = RunningStep(self._next_step, batch, step_state.random_state() if self._keeps else None)
-        numbers.counts = self._model.__dict__[self._flag] = True
-        numbers.ended, scale = 0, numbers.loss_scale()
+        self._counts = self._model.__dict__[self._flag] = True
+        self._ended, scale = 0, self._loss_scale()
         try:
             yield entry
         except BaseException:
-            numbers.drop()
+            self._pass = {}
+            self._largest.zero_()
             raise
         finally:
-            numbers.counts = self._model.__dict__[self._flag] = False
-        if not numbers.ended and not devices.is_xla(self._device.type):
+            self._counts = self._model.__dict__[self._flag] = False
+        if not self._ended and not devices.is_xla(self._device.type):
             if self._scaler is None:
                 return  # no optimizer step: the block holds a part of a step
-            numbers.step_was_left_out(scale)
+            with torch.no_grad():  # torch's scaler saw that gradients are not finite, and has changed its scale
+                self._take_gradients()
+                self._end(torch.ones(()), scale)
         self._next_step += 1
-        entry.end(numbers, self._next_step - self._first)
+        entry.end(self)
         entry.batch = entry.batch if self._keeps else ()
         self._waiting.append(entry)
         self._collect(wait=self._device.type == "xla" and len(self._waiting) >= _TOGETHER)
@@ -200,6 +196,92 @@ class Monitor(HostMonitor):
 
     def _save(self, folder: Path, waiting: RunningStep, record: StepRecord) -> None:
         kept.save(folder, record, waiting.batch, waiting.generators, self._model, self._optimizer, self._scaler)
+
+    def _layer(self, path: str, module: Any, inputs: Any, output: object) -> None:
+        """The layer at `path` has returned `output`."""
+        if not (self._counts and self._model.training and torch.is_grad_enabled()) or module_paths.in_backward():
+            return  # in a backward pass checkpointing computes again what was seen in the forward pass
+        tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor) and each.is_floating_point()]
+        tensors = [each for each in tensors if each.layout is torch.strided and each.numel()]
+        for each in tensors:
+            with torch.no_grad():
+                found = self._number(each.detach().abs().max())
+                self._pass[path] = torch.maximum(self._pass[path], found) if path in self._pass else found
+            self._returned[path] = None
+
+    @torch.no_grad()
+    def _fold(self, *_: Any) -> None:
+        """Adds the forward passes since the last call to the step's numbers."""
+        found, self._pass = self._pass, {}
+        if found:
+            new = torch.stack([found.get(path, self._number(0.0)) for path in self._layers])
+            self._largest.copy_(torch.maximum(self._largest, new))
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The optimizer's step begins, with these arguments."""
+        if not self._counts:
+            return
+        self._has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+        if not self._has_closure:
+            self._take_gradients()
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:
+        """The optimizer's step has ended."""
+        if not self._counts:
+            return
+        self._ended += 1
+        if self._has_closure:  # only now are there the gradients that it has used
+            self._take_gradients()
+        self._end(self._found_inf(), None if self._scaler is None else self._scaler._scale)
+
+    def _loss_scale(self) -> torch.Tensor | None:
+        """float32 (): a copy of the scale as a step begins; None where the scaler does not leave steps out."""
+        if self._scaler is None or devices.is_xla(self._device.type):
+            return None
+        scale = self._scaler._scale  # None until the first loss is scaled
+        return torch.tensor(self._scaler.get_scale()) if scale is None else scale.detach().clone()
+
+    def _take_gradients(self) -> None:
+        """Norm of all gradients, and for each parameter whether that of its gradient is not finite."""
+        norms = []
+        for parameter in self._parameters.values():
+            gradient = torch.zeros((1,), device=parameter.device) if parameter.grad is None else parameter.grad.detach()
+            values = torch.ops.aten._values(gradient) if gradient.is_sparse else gradient
+            norms.append(self._number(torch.linalg.vector_norm(values, dtype=torch.float32)))
+        together = torch.stack(norms)
+        scaled = getattr(self._optimizer, "grad_scale", None)  # fused optimizers unscale by themselves
+        norm = torch.linalg.vector_norm(together)
+        self._gradients = (norm if scaled is None else norm / self._number(scaled)), (~together.isfinite()).float()
+
+    def _end(self, skipped: torch.Tensor | None, scale: torch.Tensor | None) -> None:
+        self._fold()
+        norm, bad = self._gradients
+        numbers = torch.stack([self._status[0] + 1, self._number(skipped), self._number(scale), norm])
+        self._status.copy_(torch.cat([numbers, bad, self._largest]))
+        self._largest.zero_()
+
+    def _found_inf(self) -> Any:
+        state = {} if self._scaler is None else self._scaler._per_optimizer_states.get(id(self._optimizer), {})
+        found = list(state.get("found_inf_per_device", {}).values())
+        return sum(found[1:], found[0]) if found else getattr(self._optimizer, "found_inf", None)
+
+    def _number(self, value: torch.Tensor | float | None) -> torch.Tensor:
+        """float32 () on the model's first device."""
+        if isinstance(value, torch.Tensor):
+            return value.reshape(()).to(self._device, torch.float32)
+        return torch.zeros((), device=self._device)
+
+    def _record(self, status: Sequence[float], step: int, loss: float | None) -> StepRecord:
+        """The record of a step whose `status` has arrived."""
+        layers = len(status) - len(self._layers)
+        given = *_NUMBERS, *(f"nonfinite/{name}" for name in self._parameters)
+        numbers = dict(zip(given, status[:layers], strict=True))
+        if self._scaler is None:
+            del numbers["loss_scale"]
+        largest = dict(zip(self._layers, status[layers:], strict=True))
+        return StepRecord.of(step, numbers | {f"largest/{path}": largest[path] for path in self._returned}, loss)
 
 
 monitor = Monitor

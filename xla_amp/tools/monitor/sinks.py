@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from xla_amp.tools.monitor.history import COURSES, StepRecord
 
 
+@dataclasses.dataclass(frozen=True)
 class TensorBoard:
-    """Writes each record to ``torch.utils.tensorboard.SummaryWriter``, or to an object with its ``add_scalar``.
+    """Writes each record to ``torch.utils.tensorboard.SummaryWriter``, or to an object with its ``add_scalar``."""
 
-    Example:
-        >>> from torch.utils.tensorboard import SummaryWriter
-        >>> sink = TensorBoard(SummaryWriter("runs/1"))  # doctest: +SKIP
-    """
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    writer: Any
 
     def __call__(self, record: StepRecord) -> None:
         for name, value in scalars(record).items():
-            self._writer.add_scalar(name, value, record.step)
+            self.writer.add_scalar(name, value, record.step)
 
 
+@dataclasses.dataclass(frozen=True)
 class WandB:
     """Writes each record to a run of Weights & Biases, as ``wandb.init()`` gives, or to an object with its ``log``."""
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    run: Any
 
     def __call__(self, record: StepRecord) -> None:
-        self._run.log(scalars(record), step=record.step)
+        self.run.log(scalars(record), step=record.step)
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
