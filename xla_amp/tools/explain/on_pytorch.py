@@ -101,7 +101,7 @@ def explain() -> Iterator[ExplainReport]:
         >>> import torch, xla_amp
         >>> with xla_amp.explain() as report, xla_amp.autocast("cpu"):
         ...     _ = torch.mm(torch.ones(2, 2), torch.ones(2, 2))
-        >>> report.rows()[0]["operation"], report.rows()[0]["result"], report.rows()[0]["layer"]
+        >>> report.rows()[-1]["operation"], report.rows()[-1]["result"], report.rows()[-1]["layer"]
         ('mm', 'bfloat16', 'builtin')
     """
     report = ExplainReport()
