@@ -311,6 +311,6 @@ def test_logs_of_a_backward_rule_are_returned(x, w):
     product.defvjp_with_logs(forward, backward)
     y, pull = jax.vjp(autocast(product), x, w)
     (dx, dw), logs = pull.with_logs(jnp.ones_like(y))
-    assert y.astype(jnp.bfloat16).astype(y.dtype).tolist() == y.tolist()  # it was rounded
+    assert 1e-4 < np.abs(y - x @ w).max() < 5e-2  # of low operands
     assert dx.dtype == dw.dtype == jnp.float32
     assert logs == {"norm": y.size}

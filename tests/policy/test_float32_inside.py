@@ -140,7 +140,6 @@ def test_jax_computes_in_float32_and_stores_low_values(name: str) -> None:
         np.testing.assert_allclose(got, exact, atol=0.03 * float(jnp.abs(exact).max()) + 0.02)
 
 
-@pytest.mark.full
 def test_statistics_of_a_flax_norm_stay_float32() -> None:
     flax = pytest.importorskip("flax.linen")
 
