@@ -299,3 +299,17 @@ def test_state_must_be_a_list():
         TypeError, match=r"state=\.\.\.\) expects a list of objects, got a Linear; type state=\[\.\.\.\]"
     ):
         xla_amp.compile(lambda x: x, state=nn.Linear(1, 1))
+
+
+def test_the_mode_of_gradients_is_compared(device: torch.device) -> None:
+    weight = torch.ones(3, device=device, requires_grad=True)
+    captured = xla_amp.compile(lambda x: (x * weight).sum())
+    x = torch.arange(3.0).to(device)
+    with torch.no_grad():
+        assert not any(captured(x).requires_grad for _ in range(5))
+    assert captured.replays > 0
+    total = captured(x)
+    assert total.requires_grad
+    total.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0.0, 1.0, 2.0]

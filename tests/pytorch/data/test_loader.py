@@ -218,3 +218,9 @@ def test_buckets_that_say_too_little(options, match):
 def test_a_batch_that_does_not_fit_raises_in_the_loop(batch, padding, match):
     with pytest.raises(ValueError, match=match):
         next(iter(DeviceLoader([batch], "cpu", buckets=(4, 8), padding=padding)))
+
+
+@pytest.mark.parametrize(("extent", "padded"), [(3, 4), (4, 4), (5, 8), (8, 8)])
+def test_a_tensor_is_padded_to_the_smallest_bucket_that_holds_it(extent, padded):
+    batch = xla_amp.pad_to_bucket(torch.ones(2, extent), sizes=(4, 8), dim=1, value=0.5)
+    assert batch.tolist() == [[1.0] * extent + [0.5] * (padded - extent)] * 2
