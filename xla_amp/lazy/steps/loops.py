@@ -63,7 +63,7 @@ def look() -> None:
     limit = trace.count + FIRST_LOOK
     if _is_kept_whole():
         pass
-    elif _has_gradients() and (trace.count <= LONG or mesh.replicas):
+    elif _is_part_of_a_step():
         limit = max(limit, LONG)
     elif step_marker.ends_at_first_module():
         limit = trace.most
@@ -84,10 +84,12 @@ def _is_kept_whole() -> bool:
     return bool(execute.flush_begins.listeners) or module_paths.in_backward() or compiling.runs_few_times()
 
 
+def _is_part_of_a_step() -> bool:
+    return _has_gradients() and (trace.count <= LONG or mesh.replicas)
+
+
 def _may_repeat() -> bool:
-    if _is_kept_whole():
-        return False
-    return not _has_gradients() or (trace.count > LONG and not mesh.replicas)
+    return not (_is_kept_whole() or _is_part_of_a_step())
 
 
 def _is_repeated() -> bool:
