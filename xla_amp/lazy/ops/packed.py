@@ -50,9 +50,12 @@ class Lengths:
     @classmethod
     def of(cls, batch_sizes: torch.Tensor) -> Lengths:
         """The lengths of a packed sequence."""
-        places = torch.arange(int(batch_sizes[0]))
-        lengths = (batch_sizes[:, None] > places).sum(0)
-        return cls(batch_sizes=batch_sizes.clone(), on_device=transfer.to_device(lengths))
+        return cls(batch_sizes=batch_sizes.clone(), on_device=transfer.to_device(_counted(batch_sizes)))
+
+    @property
+    def rows(self) -> int:
+        """Their sum."""
+        return int(self.batch_sizes.sum())
 
     def fit(self, padded: torch.Tensor, steps: int) -> torch.Tensor:
         """`padded` with `steps` time steps and zeros after the end of each sequence."""
@@ -67,6 +70,11 @@ class Lengths:
         return padded.masked_fill(after.view(*after.shape, *(1,) * (padded.dim() - 2)), value)
 
 
+def _counted(batch_sizes: torch.Tensor) -> torch.Tensor:
+    """The lengths, int64[batch] on the CPU."""
+    return (batch_sizes[:, None] > torch.arange(int(batch_sizes[0]))).sum(0)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedRows:
     """The rows of a packed sequence, recorded when an operation reads them (`trace.Unrecorded`)."""
@@ -77,7 +85,7 @@ class PackedRows:
 
     def record(self) -> int:
         """Records the rows; returns the number of the value."""
-        count = int(self.lengths.batch_sizes.sum())
+        count = self.lengths.rows
         _note(count)
         return tensor_io.read(_packed_rows(self.padded, self.lengths.on_device, count))[0]
 
@@ -87,7 +95,7 @@ class PackedRows:
 
 
 def _rows(padded: torch.Tensor, lengths: Lengths) -> torch.Tensor:
-    shape = (int(lengths.batch_sizes.sum()), *padded.shape[2:])
+    shape = (lengths.rows, *padded.shape[2:])
     rows = private_api.create_tensor(shape, padded.dtype)
     storage: Any = rows.untyped_storage()
     storage._xla_amp = buffer = Buffer(spec(shape, padded.dtype))
@@ -207,5 +215,4 @@ def _pad_packed_sequence(
     padded = unpack(data, lengths, steps)
     if padding_value:
         padded = lengths.fill(padded, padding_value)
-    counts = (batch_sizes[:, None] > torch.arange(int(batch_sizes[0]))).sum(0)
-    return padded.transpose(0, 1) if batch_first else padded, counts
+    return padded.transpose(0, 1) if batch_first else padded, _counted(batch_sizes)
