@@ -76,9 +76,9 @@ def test_a_scaler_is_restored(device):
     scaler.update()
 
 
-def test_gradients_of_further_parameters_are_restored():
-    weight = torch.ones(2, requires_grad=True)
-    saved = StepState([], [weight])
+def test_gradients_of_parameters_are_restored():
+    weight = torch.nn.Parameter(torch.ones(2))
+    saved = StepState([torch.nn.ParameterList([weight])])
     weight.sum().backward()
     saved.restore()
     assert weight.grad is None

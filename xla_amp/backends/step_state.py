@@ -68,12 +68,11 @@ class StepState:
 
     Args:
         objects: modules, optimizers, schedulers and scalers.
-        parameters: further parameters whose `.grad` is restored.
     """
 
-    def __init__(self, objects: Iterable[Any], parameters: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, objects: Iterable[Any]) -> None:
         self._objects: dict[int, Any] = {}
-        gradients = list(parameters)
+        gradients: list[torch.Tensor] = []
         for value in objects:
             if isinstance(value, torch.nn.Module):
                 self._objects.update((id(part), part) for part in value.modules())

@@ -94,8 +94,6 @@ class XlaProgram:
     """Bytes that it takes once compiled, as estimated (`program_cache`)."""
     used: int = 0
     """When it last ran, counted in runs of programs."""
-    holders: list[Callable[[], None]] = dataclasses.field(default_factory=list)
-    """Called when a cache drops the program: captures that would keep it alive (`cache_entry`)."""
 
     def result_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """What `call` returns, without running it."""

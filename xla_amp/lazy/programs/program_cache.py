@@ -92,8 +92,6 @@ def _drop_beyond_limit() -> None:
         if total <= limit or position < least:
             continue
         del cache[key]
-        for release in program.holders:
-            release()
         dropped += 1
         _untrimmed += program.size
     if not dropped:
