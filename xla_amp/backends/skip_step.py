@@ -9,6 +9,7 @@ leaves no change in either case.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,14 @@ from torch.optim import Optimizer
 from xla_amp.backends import capturable, devices, initial_state
 from xla_amp.backends.step_state import OptimizerState
 from xla_amp.common import events
+
+
+def scaled_step(
+    optimizer: Optimizer, flags: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """`step_where_finite` as a scaler steps: with its flags, one of each device, and the arguments of the step."""
+    step = functools.partial(optimizer.step, *args, **kwargs) if args or kwargs else None
+    return step_where_finite(optimizer, sum(flags[1:], flags[0]), step)
 
 
 def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Callable[[], Any] | None = None) -> Any:

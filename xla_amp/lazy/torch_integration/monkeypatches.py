@@ -320,8 +320,7 @@ def _replace_scaler_step() -> None:
             return original(self, optimizer, state, *args, **kwargs)
         from xla_amp.backends import skip_step  # optimizers that are not fused load it
 
-        step = functools.partial(optimizer.step, *args, **kwargs) if args or kwargs else None
-        return skip_step.step_where_finite(optimizer, sum(found[1:], found[0]), step)
+        return skip_step.scaled_step(optimizer, found, args, kwargs)
 
     torch.amp.GradScaler._maybe_opt_step = maybe_opt_step  # type: ignore[assignment,method-assign]
 

@@ -6,7 +6,6 @@ steps, and old values are selected where gradients are not finite, so a step sta
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Iterable, Mapping
@@ -131,10 +130,9 @@ class GradScaler(torch.amp.GradScaler):
         found = list(optimizer_state["found_inf_per_device"].values())
         if not all(devices.is_xla(flag.device.type) for flag in found):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        from xla_amp.backends.skip_step import step_where_finite  # optimizers that are not fused load it
+        from xla_amp.backends import skip_step  # optimizers that are not fused load it
 
-        step = functools.partial(optimizer.step, *args, **kwargs) if args or kwargs else None
-        result: float | None = step_where_finite(optimizer, sum(found[1:], found[0]), step)
+        result: float | None = skip_step.scaled_step(optimizer, found, args, kwargs)
         return result
 
     @interrupts.deferred
