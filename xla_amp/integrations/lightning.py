@@ -287,7 +287,7 @@ class _OneOfSeveral:
 
 
 def _apart(tensor: torch.Tensor, group: Any, collective: Callable[[torch.Tensor], Any]) -> Any:
-    """The result of a collective of all processes in a program of its own, the same in all of them."""
+    """Runs a collective of all processes as a program of its own, so that each process has the same program."""
     if group is not None and group is not getattr(getattr(torch.distributed, "group", None), "WORLD", None):
         raise ValueError(f"group={group!r}: on the XLA device all processes reduce together; leave it out")
     value = tensor.detach().to(xla_device())

@@ -35,7 +35,7 @@ class Other:
 
     region: torch.autocast
     position: int | None
-    """Position of the trace at its start; None where a region of ours is around it."""
+    """Position of the trace when it was entered; None if a region of the lazy device encloses it."""
 
 
 class _Thread(threading.local):

@@ -129,7 +129,7 @@ def make(
 
 
 def _decision_events() -> Any:
-    """The module of that name, which a program that nobody reports on never loads."""
+    """The module `decision_events`; only reports load it."""
     from xla_amp.pytorch.autocast import decision_events
 
     return decision_events
