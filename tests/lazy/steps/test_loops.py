@@ -13,6 +13,7 @@ from xla_amp import lazy as engine
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.steps import loops
+from xla_amp.testing import Counts
 from xla_amp.testing import counts as counted
 
 LENGTHS = (7, 100, 400)
@@ -134,6 +135,16 @@ def test_other_loops(device: torch.device, program: Callable[..., torch.Tensor])
     assert second.executions - first.executions == programs * (lengths[1] - lengths[0])
 
 
+def four_steady(step: Callable[[], None]) -> Counts:
+    """What four steps cost after three."""
+    for _ in range(3):
+        step()
+    with counted() as counts:
+        for _ in range(4):
+            step()
+    return counts
+
+
 def test_an_accumulated_gradient_is_one_program(device: torch.device) -> None:
     model = network(22).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -144,11 +155,7 @@ def test_an_accumulated_gradient_is_one_program(device: torch.device) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(3):
-        step()
-    with counted() as counts:
-        for _ in range(4):
-            step()
+    counts = four_steady(step)
     assert (counts.executions, counts.compilations, counts.host_syncs) == (4, 0, 0)
 
 
@@ -208,11 +215,7 @@ def test_a_teacher_without_gradients_is_part_of_the_step(device: torch.device) -
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(3):
-        step()
-    with counted() as counts:
-        for _ in range(4):
-            step()
+    counts = four_steady(step)
     assert (counts.executions, counts.compilations) == (4, 0)
 
 
