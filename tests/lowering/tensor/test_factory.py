@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -75,17 +77,21 @@ WINDOWS = [
     row("kaiser_window.beta", "f", lambda d: (9, False, 5.0)),
 ]
 
-ROWS = [*FILLED, *PROGRESSIONS, *WINDOWS]
+TABLES = {
+    "filled": FILLED,
+    "progressions": PROGRESSIONS,
+    "windows": WINDOWS,
+}
 
 
 @pytest.mark.filterwarnings("ignore:torch.range is deprecated:UserWarning")
-@tables(filled=FILLED, progressions=PROGRESSIONS, windows=WINDOWS)
+@tables(**TABLES)
 def test_rows(rows):
     check_rows(rows)
 
 
 def test_every_operation_is_tested():
-    assert untested(("factory",), ROWS) == []
+    assert untested(("factory",), itertools.chain(*TABLES.values())) == []
 
 
 def test_a_long_range_is_computed_not_stored():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import jax
@@ -182,7 +183,14 @@ MASKS = [
     row("masked_scatter_backward", "f", lambda d: (block(d), sample(5, 6, 7) > 0, [15, 20])),
 ]
 
-ROWS = [*READING, *EMBEDDING_GRADIENTS, *SCATTERS, *SLICES, *AT, *MASKS]
+TABLES = {
+    "reading": READING,
+    "embedding_gradients": EMBEDDING_GRADIENTS,
+    "scatters": SCATTERS,
+    "slices": SLICES,
+    "at": AT,
+    "masks": MASKS,
+}
 
 
 @pytest.mark.filterwarnings(
@@ -190,20 +198,13 @@ ROWS = [*READING, *EMBEDDING_GRADIENTS, *SCATTERS, *SLICES, *AT, *MASKS]
     "ignore:index_reduce:UserWarning",
     "ignore:indexing with dtype torch.uint8:UserWarning",
 )
-@tables(
-    reading=READING,
-    embedding_gradients=EMBEDDING_GRADIENTS,
-    scatters=SCATTERS,
-    slices=SLICES,
-    at=AT,
-    masks=MASKS,
-)
+@tables(**TABLES)
 def test_rows(rows):
     check_rows(rows)
 
 
 def test_every_operation_is_tested():
-    assert untested(("scattering",), ROWS) == []
+    assert untested(("scattering",), itertools.chain(*TABLES.values())) == []
 
 
 ONE_MASK = {name: case for name, case in MASKED.items() if sum(i is not None for i in case[0]) == 1}
