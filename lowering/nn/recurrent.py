@@ -106,9 +106,14 @@ def layer(
     return steps
 
 
+def _used(lengths: jax.Array, steps: int) -> jax.Array:
+    """Which sequences have each time step, [time, batch]."""
+    return jnp.arange(steps)[:, None] < lengths
+
+
 def _alive(lengths: jax.Array | None, steps: int) -> jax.Array | None:
-    """Which sequences have each time step, [time, batch, 1]."""
-    return None if lengths is None else (jnp.arange(steps)[:, None] < lengths)[:, :, None]
+    """`_used` as [time, batch, 1]; ``None`` if all are used."""
+    return None if lengths is None else _used(lengths, steps)[:, :, None]
 
 
 def _where(alive: jax.Array | None, new: jax.Array, old: Any) -> jax.Array:
@@ -191,8 +196,8 @@ def padded_rows(rows: jax.Array, lengths: jax.Array, steps: int) -> jax.Array:
 
 
 def _starts(lengths: jax.Array, steps: int) -> tuple[jax.Array, jax.Array]:
-    """Which sequences have each time step, [time, batch], and the row at which each time step begins."""
-    alive = jnp.arange(steps)[:, None] < lengths
+    """`_used`, and the row at which each time step begins."""
+    alive = _used(lengths, steps)
     sizes = jnp.sum(alive, axis=1)
     return alive, jnp.cumsum(sizes) - sizes
 
