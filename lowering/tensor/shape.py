@@ -1,7 +1,6 @@
 """Operations that move elements without computing: concatenation, flips, triangles, slice scatters, padding.
 
-Views are not operations here: PyTorch makes them, and the engine reads them as strided windows.  Padding is in
-`xla_amp.lowering.tensor.shape`.
+Views are not operations here: PyTorch makes them, and the engine reads them as strided windows.
 """
 
 from __future__ import annotations
