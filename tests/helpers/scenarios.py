@@ -1,6 +1,6 @@
 """Scenarios: functions that run in several processes at a time and return values as JSON, which a test compares.
 
-A scenario is a function ``(rank, world, *words)`` of a program beside the test.  Its process stands in the folder of
+A scenario is a function ``(rank, world, *words)`` of a program beside the test.  Its working directory is the folder of
 the run, which all processes share.  `run` starts this file, as a copy (`forked`):
 
     python scenarios.py START FOLDER WORLD PROGRAM SCENARIO...
