@@ -9,6 +9,7 @@ cast a second time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -34,6 +35,12 @@ def operator(name: str) -> Any:
     packet_name, _, overload = bare.partition(".")
     packet = getattr(getattr(torch.ops, namespace or "aten"), packet_name, None)
     return getattr(packet, overload or "default", None)
+
+
+@functools.cache
+def is_composite(operator: Any) -> bool:
+    """Whether torch computes the operation by calls of others, which autograd and autocast see."""
+    return operator.has_kernel_for_dispatch_key("CompositeImplicitAutograd")
 
 
 def as_key(key: str) -> Any:
@@ -67,7 +74,7 @@ def make(
     default = _default_kernel(operands, device_type, as_key(key), torch_rule[0], keep_kernel)
     made: dict[Cast, casting.Prepare] = {}
     # Without a rule, only the parts of such an operation are recorded.
-    composite = operator.has_kernel_for_dispatch_key("CompositeImplicitAutograd")
+    composite = is_composite(operator)
 
     def choose(policy: Policy, path: str | None) -> tuple[Decision, casting.Prepare | None]:
         decision = policy.decide(name, path)

@@ -83,7 +83,7 @@ def _operations(key: str) -> Iterator[str]:
     for qualified in torch._C._dispatch_get_all_op_names():
         name = qualified.removeprefix("aten::")
         operator = cast_kernel.operator(name)
-        if operator is not None and (operator.has_kernel_for_dispatch_key(key) or _computes(name)):
+        if operator is not None and (_computes(name) or operator.has_kernel_for_dispatch_key(key)):
             yield name
 
 
@@ -93,7 +93,7 @@ def _computes(name: str) -> bool:
     if name.partition("::")[0] in _NOT_OPERATIONS:
         return False
     operator = cast_kernel.operator(name)
-    if operator is None or operator.has_kernel_for_dispatch_key("CompositeImplicitAutograd"):
+    if operator is None or cast_kernel.is_composite(operator):
         return False
     schema = operator._schema
     inputs = [str(argument.real_type) for argument in schema.arguments if not argument.is_out]
