@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -31,7 +32,7 @@ def _starts(sample: jax.Array, extent: int, rows: int, window: int) -> jax.Array
 
 
 def _pool(
-    x: jax.Array, window: Sequence[int], output_size: Sequence[int], samples: jax.Array, order: Sequence[int]
+    x: jax.Array, window: Sequence[int], output_size: Sequence[int], samples: jax.Array, *, order: Sequence[int]
 ) -> tuple[jax.Array, jax.Array]:
     """Maxima and their flat positions; ``order[axis]`` is the number of the sample for `axis`."""
     rank = len(order)
@@ -58,29 +59,19 @@ def _pool(
     return maxima, positions
 
 
-@register("fractional_max_pool2d")
-def fractional_max_pool2d(
-    x: jax.Array, kernel_size: Sequence[int], output_size: Sequence[int], random_samples: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return _pool(x, kernel_size, output_size, random_samples, (1, 0))  # the first sample is the width's
-
-
-@register("fractional_max_pool3d")
-def fractional_max_pool3d(
-    x: jax.Array, kernel_size: Sequence[int], output_size: Sequence[int], random_samples: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return _pool(x, kernel_size, output_size, random_samples, (0, 1, 2))
-
-
-@register("fractional_max_pool2d_backward")
-def fractional_max_pool2d_backward(
-    grad: jax.Array, x: jax.Array, kernel_size: Sequence[int], output_size: Sequence[int], indices: jax.Array
+def _pool_backward(
+    grad: jax.Array,
+    x: jax.Array,
+    kernel_size: Sequence[int],
+    output_size: Sequence[int],
+    indices: jax.Array,
+    *,
+    rank: int,
 ) -> jax.Array:
-    return scatter_to_input(grad, x, indices, 2)
+    return scatter_to_input(grad, x, indices, rank)
 
 
-@register("fractional_max_pool3d_backward")
-def fractional_max_pool3d_backward(
-    grad: jax.Array, x: jax.Array, kernel_size: Sequence[int], output_size: Sequence[int], indices: jax.Array
-) -> jax.Array:
-    return scatter_to_input(grad, x, indices, 3)
+for _order in ((1, 0), (0, 1, 2)):  # the first sample of two is the width's
+    _name = f"fractional_max_pool{len(_order)}d"
+    register(_name)(functools.partial(_pool, order=_order))
+    register(f"{_name}_backward")(functools.partial(_pool_backward, rank=len(_order)))

@@ -6,6 +6,7 @@ Inputs are ``(N, C, *spatial)`` or ``(C, *spatial)``.  The number of windows is 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -140,7 +141,7 @@ def scatter_to_input(grad: jax.Array, x: jax.Array, indices: jax.Array, rank: in
     return empty.at[rows, indices.reshape(planes, -1)].add(up(grad).reshape(planes, -1)).reshape(x.shape)
 
 
-def _max_pool(
+def max_pool(
     x: jax.Array,
     kernel_size: Sequence[int],
     stride: Sequence[int] = (),
@@ -157,20 +158,6 @@ def _max_pool(
         return _fused_maximum(x, maps)
     x = up(x)
     return _reduce_windows(x, maps, _lowest(x.dtype), lax.max), _argmax(x, maps)
-
-
-@register("max_pool2d_with_indices")
-def max_pool2d_with_indices(
-    x: jax.Array, *window: Any, out: jax.ShapeDtypeStruct, platform: str
-) -> tuple[jax.Array, jax.Array]:
-    return _max_pool(x, *window, out=out, platform=platform, rank=2)
-
-
-@register("max_pool3d_with_indices")
-def max_pool3d_with_indices(
-    x: jax.Array, *window: Any, out: jax.ShapeDtypeStruct, platform: str
-) -> tuple[jax.Array, jax.Array]:
-    return _max_pool(x, *window, out=out, platform=platform, rank=3)
 
 
 def _select_and_scatter(grad: jax.Array, x: jax.Array, maps: Sequence[AxisMap]) -> jax.Array:
@@ -221,16 +208,6 @@ def _max_pool_backward(
     return total
 
 
-@register("max_pool2d_with_indices_backward")
-def max_pool2d_with_indices_backward(grad: jax.Array, x: jax.Array, *window: Any, platform: str) -> jax.Array:
-    return _max_pool_backward(grad, x, *window, platform=platform, rank=2)
-
-
-@register("max_pool3d_with_indices_backward")
-def max_pool3d_with_indices_backward(grad: jax.Array, x: jax.Array, *window: Any, platform: str) -> jax.Array:
-    return _max_pool_backward(grad, x, *window, platform=platform, rank=3)
-
-
 def _divisor(
     maps: Sequence[AxisMap], padding: Sequence[int], count_include_pad: bool, divisor_override: int | None
 ) -> np.ndarray:
@@ -268,16 +245,6 @@ def _avg_pool(
     )
 
 
-@register("avg_pool2d")
-def avg_pool2d(x: jax.Array, *window: Any, out: jax.ShapeDtypeStruct) -> jax.Array:
-    return _avg_pool(x, *window, out=out, rank=2)
-
-
-@register("avg_pool3d")
-def avg_pool3d(x: jax.Array, *window: Any, out: jax.ShapeDtypeStruct) -> jax.Array:
-    return _avg_pool(x, *window, out=out, rank=3)
-
-
 def _avg_pool_backward(
     grad: jax.Array,
     x: jax.Array,
@@ -295,16 +262,6 @@ def _avg_pool_backward(
     return apply_maps([axis_map.transpose() for axis_map in maps], grad)
 
 
-@register("avg_pool2d_backward")
-def avg_pool2d_backward(grad: jax.Array, x: jax.Array, *window: Any) -> jax.Array:
-    return _avg_pool_backward(grad, x, *window, rank=2)
-
-
-@register("avg_pool3d_backward")
-def avg_pool3d_backward(grad: jax.Array, x: jax.Array, *window: Any) -> jax.Array:
-    return _avg_pool_backward(grad, x, *window, rank=3)
-
-
 def _adaptive_maps(x: jax.Array, rows: Sequence[int]) -> list[AxisMap]:
     return [adaptive_windows(n, m) for n, m in zip(x.shape[-len(rows) :], rows, strict=True)]
 
@@ -315,20 +272,10 @@ def adaptive_avg_pool(x: jax.Array, output_size: Sequence[int]) -> jax.Array:
     return _divide(apply_maps(maps, up(x)), _divisor(maps, (0,), False, None))
 
 
-def _adaptive_avg_pool_backward(grad: jax.Array, x: jax.Array, rank: int) -> jax.Array:
+def _adaptive_avg_pool_backward(grad: jax.Array, x: jax.Array, *, rank: int) -> jax.Array:
     maps = _adaptive_maps(x, grad.shape[-rank:])
     grad = _divide(up(grad), _divisor(maps, (0,), False, None))
     return apply_maps([axis_map.transpose() for axis_map in maps], grad)
-
-
-@register("_adaptive_avg_pool2d_backward")
-def adaptive_avg_pool2d_backward(grad: jax.Array, x: jax.Array) -> jax.Array:
-    return _adaptive_avg_pool_backward(grad, x, 2)
-
-
-@register("_adaptive_avg_pool3d_backward")
-def adaptive_avg_pool3d_backward(grad: jax.Array, x: jax.Array) -> jax.Array:
-    return _adaptive_avg_pool_backward(grad, x, 3)
 
 
 @register("adaptive_max_pool2d", "adaptive_max_pool3d")
@@ -343,17 +290,8 @@ def adaptive_max_pool(x: jax.Array, output_size: Sequence[int]) -> tuple[jax.Arr
     return y, _argmax(x, maps)
 
 
-@register("adaptive_max_pool2d_backward")
-def adaptive_max_pool2d_backward(grad: jax.Array, x: jax.Array, indices: jax.Array) -> jax.Array:
-    return scatter_to_input(grad, x, indices, 2)
-
-
-@register("adaptive_max_pool3d_backward")
-def adaptive_max_pool3d_backward(grad: jax.Array, x: jax.Array, indices: jax.Array) -> jax.Array:
-    return scatter_to_input(grad, x, indices, 3)
-
-
-def _unpool(x: jax.Array, indices: jax.Array, output_size: Sequence[int]) -> jax.Array:
+@register("max_unpool2d", "max_unpool3d")
+def max_unpool(x: jax.Array, indices: jax.Array, output_size: Sequence[int], *window: Any) -> jax.Array:
     """Zeros with `x` written at flat spatial `indices`; of several values for one position any may win, as in torch."""
     rank = len(output_size)
     planes = math.prod(x.shape[:-rank])
@@ -362,13 +300,13 @@ def _unpool(x: jax.Array, indices: jax.Array, output_size: Sequence[int]) -> jax
     return unpooled.reshape(*x.shape[:-rank], *output_size)
 
 
-@register("max_unpool2d")
-def max_unpool2d(x: jax.Array, indices: jax.Array, output_size: Sequence[int]) -> jax.Array:
-    return _unpool(x, indices, output_size)
-
-
-@register("max_unpool3d")
-def max_unpool3d(
-    x: jax.Array, indices: jax.Array, output_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
-) -> jax.Array:
-    return _unpool(x, indices, output_size)
+for _rank in (2, 3):
+    for _name, _function in (
+        (f"max_pool{_rank}d_with_indices", max_pool),
+        (f"max_pool{_rank}d_with_indices_backward", _max_pool_backward),
+        (f"avg_pool{_rank}d", _avg_pool),
+        (f"avg_pool{_rank}d_backward", _avg_pool_backward),
+        (f"_adaptive_avg_pool{_rank}d_backward", _adaptive_avg_pool_backward),
+        (f"adaptive_max_pool{_rank}d_backward", scatter_to_input),
+    ):
+        register(_name)(functools.partial(_function, rank=_rank))
