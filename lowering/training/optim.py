@@ -12,6 +12,7 @@ unwritten on a skipped first step is zero here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -199,16 +200,16 @@ def _stepped(
     params: Arrays,
     grads: Arrays,
     states: Iterable[Arrays],
-    factors: Sequence[Any],
+    factors: Sequence[tuple[Any, ...]],
     grad_scale: jax.Array | None,
     found_inf: jax.Array | None,
 ) -> list[jax.Array]:
     """`step` on each entry of the lists.
 
     Args:
-        step: (param, grad, states, factors, keep) -> the new parameter and states.
+        step: (param, grad, *states, *factors, keep=) -> the new parameter and states.
         states: one list of arrays per state; an empty list if the optimizer does not keep this state.
-        factors: per parameter, the values that depend on its step count.
+        factors: per parameter, a tuple of the values that depend on its step count.
 
     Returns:
         New parameters, gradients and states, list after list.
@@ -222,11 +223,11 @@ def _stepped(
         return new if skip is None else jnp.where(skip, as_dtype(old, new.dtype), new)
 
     @jax.jit  # traced once for all parameters of a shape
-    def updated(param: jax.Array, grad: jax.Array, old: list[Any], factor: Any) -> tuple[Any, ...]:
+    def updated(param: jax.Array, grad: jax.Array, old: list[Any], factor: tuple[Any, ...]) -> tuple[Any, ...]:
         dtype = opmath(param.dtype)
         if grad_scale is not None:
             grad = unless_skipped(grad, as_dtype(grad, dtype) / as_dtype(grad_scale, dtype).reshape(()))
-        new_param, *new = step(param, as_dtype(grad, dtype), old, factor, unless_skipped)
+        new_param, *new = step(param, as_dtype(grad, dtype), *old, *factor, keep=unless_skipped)
         return unless_skipped(param, new_param), grad, *new  # type: ignore[arg-type]
 
     states = [list(state) for state in states]
@@ -260,26 +261,19 @@ def fused_sgd(
     grad_scale: jax.Array | None = None,
     found_inf: jax.Array | None = None,
 ) -> list[jax.Array]:
-    def step(
-        param: jax.Array, grad: jax.Array, states: list[Any], _: Any, keep: Keep
-    ) -> tuple[jax.Array, jax.Array | None]:
-        return sgd_step(
-            param,
-            grad,
-            states[0],
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            maximize=maximize,
-            first=is_first_step,
-            keep=keep,
-        )
-
+    step = functools.partial(
+        sgd_step,
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        maximize=maximize,
+        first=is_first_step,
+    )
     if is_first_step:  # the buffers are uninitialized
         momentum_buffer_list = [jnp.zeros_like(buffer) for buffer in momentum_buffer_list]
-    return _stepped(step, params, grads, [momentum_buffer_list], [None] * len(params), grad_scale, found_inf)
+    return _stepped(step, params, grads, [momentum_buffer_list], [()] * len(params), grad_scale, found_inf)
 
 
 def _define_adam(name: str, decoupled: bool) -> None:
@@ -308,31 +302,20 @@ def _define_adam(name: str, decoupled: bool) -> None:
         found_inf: jax.Array | None = None,
         platform: str,
     ) -> list[jax.Array]:
-        def step(
-            param: jax.Array, grad: jax.Array, states: list[Any], corrections: Any, keep: Keep
-        ) -> tuple[jax.Array | None, ...]:
-            exp_avg, exp_avg_sq, maximum = states
-            return adam_step(
-                param,
-                grad,
-                exp_avg,
-                exp_avg_sq,
-                maximum,
-                corrections,
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=weight_decay,
-                eps=eps,
-                maximize=maximize,
-                decoupled=decoupled,
-                keep=keep,
-            )
-
+        step = functools.partial(
+            adam_step,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=maximize,
+            decoupled=decoupled,
+        )
         dtype = opmath(params[0].dtype) if params else None
-        factors = adam_corrections(state_steps, dtype, lr=lr, beta1=beta1, beta2=beta2, platform=platform)
+        corrections = adam_corrections(state_steps, dtype, lr=lr, beta1=beta1, beta2=beta2, platform=platform)
         states = [exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else []]
-        new = _stepped(step, params, grads, states, factors, grad_scale, found_inf)
+        new = _stepped(step, params, grads, states, [(each,) for each in corrections], grad_scale, found_inf)
         # maxima that are passed but unused stay unchanged
         return new if amsgrad else [*new, *max_exp_avg_sqs]
 
@@ -362,20 +345,7 @@ def fused_adagrad(
     found_inf: jax.Array | None = None,
     platform: str,
 ) -> list[jax.Array]:
-    def step(
-        param: jax.Array, grad: jax.Array, states: list[Any], rates: Any, keep: Keep
-    ) -> tuple[jax.Array, jax.Array]:
-        return adagrad_step(
-            param,
-            grad,
-            states[0],
-            *rates,
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=maximize,
-            keep=keep,
-        )
-
+    step = functools.partial(adagrad_step, weight_decay=weight_decay, eps=eps, maximize=maximize)
     dtype = opmath(params[0].dtype) if params else None
     rates = adagrad_rates(state_steps, dtype, lr=lr, lr_decay=lr_decay, platform=platform)
     return _stepped(step, params, grads, [state_sums], rates, grad_scale, found_inf)
