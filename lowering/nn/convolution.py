@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -268,66 +268,45 @@ def convolution(
     return y if bias is None else up(y) + up(bias).reshape(-1, *(1,) * (x.ndim - 2))
 
 
-def _gradients(
+@register("convolution_backward_overrideable", minor=_WEIGHT_LAYOUT)
+def convolution_backward(
     grad: jax.Array,
     x: jax.Array,
     weight: jax.Array,
-    geometry: Geometry,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
     transposed: bool,
-    mask: Sequence[bool],
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+    *,
     platform: str,
-    wide: bool,
+    wide: bool = False,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    geometry = Geometry.from_torch(stride, padding, dilation, groups, x.ndim - 2)
     grad_x = grad_weight = grad_bias = None
-    if mask[2]:
+    if output_mask[2]:
         grad_bias = jnp.sum(up(grad), axis=(0, *range(2, grad.ndim)))
-    if mask[0]:
+    if output_mask[0]:
         if transposed:
             grad_x = forward(grad, weight, geometry, platform)[(..., *map(slice, x.shape[2:]))]
         else:
             grad_x = data_gradient(grad, weight, x.shape[2:], geometry, platform)
-    if mask[1]:
+    if output_mask[1]:
         result, source = (_pad_to_result(x, weight, grad.shape[2:], geometry), grad) if transposed else (grad, x)
         grad_weight = weight_gradient(result, source, weight.shape, geometry, platform, wide)
     return grad_x, grad_weight, grad_bias
 
 
 @register("convolution_backward", minor=_WEIGHT_LAYOUT)
-def convolution_backward(
+def convolution_backward_of_bias_sizes(
     grad: jax.Array,
     x: jax.Array,
     weight: jax.Array,
     bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    output_mask: Sequence[bool],
-    *,
+    *geometry: Any,
     platform: str,
     wide: bool = False,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    geometry = Geometry.from_torch(stride, padding, dilation, groups, x.ndim - 2)
-    return _gradients(grad, x, weight, geometry, transposed, output_mask, platform, wide)
-
-
-@register("convolution_backward_overrideable", minor=_WEIGHT_LAYOUT)
-def convolution_backward_overrideable(
-    grad: jax.Array,
-    x: jax.Array,
-    weight: jax.Array,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    output_mask: Sequence[bool],
-    *,
-    platform: str,
-    wide: bool = False,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    geometry = Geometry.from_torch(stride, padding, dilation, groups, x.ndim - 2)
-    return _gradients(grad, x, weight, geometry, transposed, output_mask, platform, wide)
+    return convolution_backward(grad, x, weight, *geometry, platform=platform, wide=wide)

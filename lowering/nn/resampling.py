@@ -243,7 +243,7 @@ def grid_sampler(
     return _sample(up(image), up(grid), interpolation_mode, padding_mode, align_corners)
 
 
-@register("grid_sampler_2d_backward", "grid_sampler_3d_backward")
+@register("_grid_sampler_2d_cpu_fallback_backward", "grid_sampler_2d_backward", "grid_sampler_3d_backward")
 def grid_sampler_backward(
     grad: jax.Array,
     image: jax.Array,
@@ -251,24 +251,10 @@ def grid_sampler_backward(
     interpolation_mode: int,
     padding_mode: int,
     align_corners: bool,
-    output_mask: Sequence[bool],
+    output_mask: Sequence[bool] = (True, True),
 ) -> tuple[jax.Array | None, jax.Array]:
     def sampled(image: jax.Array, grid: jax.Array) -> jax.Array:
         return _sample(image, grid, interpolation_mode, padding_mode, align_corners)
 
     grad_image, grad_grid = jax.vjp(sampled, up(image), up(grid))[1](up(grad))
     return grad_image if output_mask[0] else None, grad_grid
-
-
-@register("_grid_sampler_2d_cpu_fallback_backward")
-def grid_sampler_cpu_fallback_backward(
-    grad: jax.Array,
-    image: jax.Array,
-    grid: jax.Array,
-    interpolation_mode: int,
-    padding_mode: int,
-    align_corners: bool,
-) -> tuple[jax.Array | None, jax.Array]:
-    return grid_sampler_backward(
-        grad, image, grid, interpolation_mode, padding_mode, align_corners, output_mask=(True, True)
-    )

@@ -117,15 +117,10 @@ def cauchy_(x: jax.Array, median: Any = 0.0, sigma: Any = 1.0, *, rng: Any) -> j
     return as_dtype(median, dtype) + as_dtype(sigma, dtype) * jax.random.cauchy(rng, x.shape, dtype)
 
 
-@_fill("bernoulli_.float", "p")
-def bernoulli_float_(x: jax.Array, p: Any = 0.5, *, rng: Any) -> jax.Array:
-    """1 with probability `p`, otherwise 0."""
-    return as_dtype(coin(rng, p, x.shape), x.dtype)
-
-
 @_fill("bernoulli_.Tensor")
-def bernoulli_tensor_(x: jax.Array, p: jax.Array, *, rng: Any) -> jax.Array:
-    """1 with the element's probability in `p`, otherwise 0."""
+@_fill("bernoulli_.float", "p")
+def bernoulli_(x: jax.Array, p: Any = 0.5, *, rng: Any) -> jax.Array:
+    """1 with probability `p`, a number or an array, otherwise 0."""
     return as_dtype(coin(rng, p, x.shape), x.dtype)
 
 
@@ -179,15 +174,9 @@ def bernoulli(x: jax.Array, *, rng: Any) -> jax.Array:
     return as_dtype(coin(rng, x, x.shape), x.dtype)
 
 
-@register("bernoulli.p", lifted=("p",))
+@register("bernoulli.Tensor", "bernoulli.p", lifted=("p",))
 def bernoulli_p(x: jax.Array, p: Any, *, rng: Any) -> jax.Array:
-    """1 with probability `p`, otherwise 0; shape and dtype of `x`."""
-    return as_dtype(coin(rng, p, x.shape), x.dtype)
-
-
-@register("bernoulli.Tensor")
-def bernoulli_tensor(x: jax.Array, p: jax.Array, *, rng: Any) -> jax.Array:
-    """1 with the element's probability in `p`, otherwise 0; shape and dtype of `x`."""
+    """1 with probability `p`, a number or an array, otherwise 0; shape and dtype of `x`."""
     return as_dtype(coin(rng, p, x.shape), x.dtype)
 
 

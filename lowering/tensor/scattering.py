@@ -207,9 +207,13 @@ def masked_scatter_backward(grad: jax.Array, mask: jax.Array, sizes: Sequence[in
 # -- index_put: indices of several axes, and masks --------------------------------------------------------------------
 
 
-@register("index_put", "_unsafe_index_put")
+@register("index_put", "_index_put_impl", "_unsafe_index_put")
 def index_put(
-    x: jax.Array, indices: Sequence[jax.Array | None], values: jax.Array, accumulate: bool = False
+    x: jax.Array,
+    indices: Sequence[jax.Array | None],
+    values: jax.Array,
+    accumulate: bool = False,
+    unsafe: bool = False,
 ) -> jax.Array:
     """``x[indices] = values``, or ``+=`` with `accumulate` (which, unlike Python's, sums repeated positions)."""
     given = [i for i in indices if i is not None]
@@ -221,18 +225,6 @@ def index_put(
     written = wide.at[_without_masks(x, indices, values)]
     values = as_dtype(values, wide.dtype)
     return written.add(values, mode="drop") if accumulate else written.set(values, mode="drop")
-
-
-@register("_index_put_impl")
-def index_put_impl(
-    x: jax.Array,
-    indices: Sequence[jax.Array | None],
-    values: jax.Array,
-    accumulate: bool = False,
-    unsafe: bool = False,
-) -> jax.Array:
-    """`index_put` under the name that the backward of indexing calls."""
-    return index_put(x, indices, values, accumulate)
 
 
 def _is_mask(index: jax.Array) -> bool:
