@@ -76,13 +76,6 @@ def _times_log(log: Callable[[jax.Array], jax.Array]) -> Binary:
     return function
 
 
-def _logaddexp2(x: jax.Array, y: jax.Array) -> jax.Array:
-    larger = jnp.maximum(x, y)
-    log2_e = np.asarray(np.log2(np.e), larger.dtype)
-    result = larger + jnp.log1p(jnp.exp2(-jnp.abs(x - y))) * log2_e
-    return jnp.where(jnp.isinf(larger) & (x == y), larger, result)
-
-
 def _integer_power(base: jax.Array, exponent: jax.Array) -> jax.Array:
     """base ** exponent of integers, modulo the size of their type; `jnp.power` reads only six bits of the exponent."""
 
@@ -124,7 +117,7 @@ ARITHMETIC: Table = {
     ("hypot",): jnp.hypot,
     ("lcm",): jnp.lcm,
     ("logaddexp",): jnp.logaddexp,
-    ("logaddexp2",): _logaddexp2,
+    ("logaddexp2",): jnp.logaddexp2,
     ("maximum",): jnp.maximum,
     ("minimum",): jnp.minimum,
     ("pow.Scalar", "pow.Tensor_Tensor"): power,

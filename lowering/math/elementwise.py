@@ -38,15 +38,6 @@ def is_integral(dtype: Any) -> bool:
     return np.dtype(dtype).kind in "iub"
 
 
-def _log10(x: jax.Array) -> jax.Array:
-    return jnp.log(x) * np.asarray(np.log10(np.e), x.dtype)
-
-
-def _sinc(x: jax.Array) -> jax.Array:
-    pi = np.asarray(np.pi, x.dtype) * x
-    return jnp.where(x == 0, jnp.ones_like(x), jnp.sin(pi) / jnp.where(x == 0, jnp.ones_like(x), pi))
-
-
 def _digamma(x: jax.Array) -> jax.Array:
     return jnp.where(x == 0, jnp.copysign(np.asarray(np.inf, x.dtype), -x), special.digamma(x))
 
@@ -78,7 +69,7 @@ FLOAT: dict[str, Unary] = {
     "i0": special.i0,
     "lgamma": lax.lgamma,
     "log": jnp.log,
-    "log10": _log10,
+    "log10": jnp.log10,
     "log1p": jnp.log1p,
     "log2": jnp.log2,
     "rad2deg": jnp.rad2deg,
@@ -86,7 +77,7 @@ FLOAT: dict[str, Unary] = {
     "rsqrt": lax.rsqrt,
     "sigmoid": jax.nn.sigmoid,
     "sin": jnp.sin,
-    "sinc": _sinc,
+    "sinc": jnp.sinc,
     "sinh": jnp.sinh,
     "special_entr": special.entr,
     "special_i0e": special.i0e,
@@ -122,7 +113,7 @@ PREDICATES: dict[str, Unary] = {
     "isneginf": jnp.isneginf,
     "isposinf": jnp.isposinf,
     "logical_not": jnp.logical_not,
-    "signbit": lambda x: x < 0 if is_integral(x.dtype) else jnp.signbit(x),
+    "signbit": jnp.signbit,
 }
 
 
@@ -194,14 +185,7 @@ def nan_to_num(
     x: jax.Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
 ) -> jax.Array:
     """NaN becomes `nan` (0), infinities `posinf` and `neginf` (the dtype's largest and least finite value)."""
-    if is_integral(x.dtype):
-        return x
-    if jnp.issubdtype(x.dtype, np.complexfloating):
-        return lax.complex(nan_to_num(jnp.real(x), nan, posinf, neginf), nan_to_num(jnp.imag(x), nan, posinf, neginf))
-    limits = jnp.finfo(x.dtype)
-    x = jnp.where(jnp.isnan(x), as_dtype(0.0 if nan is None else nan, x.dtype), x)
-    x = jnp.where(jnp.isposinf(x), as_dtype(limits.max if posinf is None else posinf, x.dtype), x)
-    return jnp.where(jnp.isneginf(x), as_dtype(limits.min if neginf is None else neginf, x.dtype), x)
+    return jnp.nan_to_num(x, nan=0.0 if nan is None else nan, posinf=posinf, neginf=neginf)
 
 
 def _hurwitz_zeta(s: int, q: jax.Array) -> jax.Array:

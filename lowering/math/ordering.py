@@ -242,37 +242,22 @@ def isin(elements: Any, tests: Any, *, assume_unique: bool = False, invert: bool
 # ---- counting --------------------------------------------------------------------------------------------------------
 
 
-def _histogram(x: jax.Array, edges: jax.Array, weight: jax.Array | None, density: bool) -> tuple[jax.Array, jax.Array]:
-    """Counts between `edges`; each bin holds its lower edge, the last both."""
-    x = x.reshape(-1)
-    weight = jnp.ones_like(x) if weight is None else weight.reshape(-1)
-    bins = edges.shape[0] - 1
-    bin_index = jnp.clip(jnp.searchsorted(edges, x, side="right") - 1, 0, bins - 1)
-    inside = (x >= edges[0]) & (x <= edges[-1])
-    counts = jnp.zeros(bins, x.dtype).at[bin_index].add(jnp.where(inside, weight, 0))
-    if density:
-        counts = counts / (jnp.sum(counts) * jnp.diff(edges))
-    return counts, edges
+def _histogram(x: jax.Array, edges: Sequence[jax.Array], weight: jax.Array | None, density: bool) -> jax.Array:
+    """Counts of points, which are the rows of `x`, between `edges` of each axis; the last bin holds both its edges."""
+    weights = None if weight is None else weight.reshape(-1)
+    return jnp.histogramdd(x.reshape(-1, len(edges)), edges, weights=weights, density=density)[0]
 
 
 def _equal_bins(x: jax.Array, bins: int, limits: Sequence[float] | None) -> jax.Array:
     """Edges of `bins` equal bins between `limits`, or from the least to the greatest of `x` (0 to 1 for no `x`)."""
-    if limits is not None:
-        low, high = (jnp.asarray(end, x.dtype) for end in limits)
-    elif x.size:
-        low, high = jnp.min(x), jnp.max(x)
-    else:
-        low, high = jnp.zeros((), x.dtype), jnp.ones((), x.dtype)
-    half = np.asarray(0.5, x.dtype)
-    low, high = jnp.where(low == high, low - half, low), jnp.where(low == high, high + half, high)
-    return jnp.linspace(low, high, bins + 1, dtype=x.dtype)
+    return jnp.histogram_bin_edges(x, bins, (0, 1) if limits is None and not x.size else limits)
 
 
 @register("histogram.bins_tensor")
 def histogram(
     x: jax.Array, bins: jax.Array, *, weight: jax.Array | None = None, density: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    return _histogram(x, bins, weight, density)
+    return _histogram(x, [bins], weight, density), bins
 
 
 @register("histogram.bin_ct")
@@ -285,30 +270,8 @@ def histogram_of_equal_bins(
     density: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Bins of equal width over `range`, or from the least to the greatest element."""
-    return _histogram(x, _equal_bins(x, bins, range), weight, density)
-
-
-# -- histograms in several dimensions: points are the rows of `x` ------------------------------------------------------
-
-
-def _histogram_of_points(
-    x: jax.Array, edges: Sequence[jax.Array], weight: jax.Array | None, density: bool
-) -> jax.Array:
-    points = x.reshape(-1, x.shape[-1])
-    weights = jnp.ones(points.shape[0], x.dtype) if weight is None else weight.reshape(-1)
-    bin_indices, inside = [], jnp.ones(points.shape[0], bool)
-    for axis, along in enumerate(edges):
-        value = points[:, axis]
-        bin_index = jnp.searchsorted(along, value, side="right") - 1
-        bin_indices.append(jnp.clip(bin_index, 0, along.shape[0] - 2))
-        inside = inside & (value >= along[0]) & (value <= along[-1])
-    counts = jnp.zeros([along.shape[0] - 1 for along in edges], x.dtype)
-    counts = counts.at[tuple(bin_indices)].add(jnp.where(inside, weights, 0))
-    if density:
-        counts = counts / jnp.sum(counts)
-        for axis, along in enumerate(edges):
-            counts = counts / jnp.diff(along).reshape([-1 if i == axis else 1 for i in range(counts.ndim)])
-    return counts
+    edges = _equal_bins(x, bins, range)
+    return _histogram(x, [edges], weight, density), edges
 
 
 @register("_histogramdd_bin_edges")
@@ -334,14 +297,14 @@ def histogram_of_points_in_equal_bins(
     weight: jax.Array | None = None,
     density: bool = False,
 ) -> jax.Array:
-    return _histogram_of_points(x, edges_of_equal_bins(x, bins, range=range), weight, density)
+    return _histogram(x, edges_of_equal_bins(x, bins, range=range), weight, density)
 
 
 @register("_histogramdd_from_bin_tensors")
 def histogram_of_points(
     x: jax.Array, bins: Sequence[jax.Array], *, weight: jax.Array | None = None, density: bool = False
 ) -> jax.Array:
-    return _histogram_of_points(x, bins, weight, density)
+    return _histogram(x, bins, weight, density)
 
 
 @register("repeat_interleave.Tensor")
