@@ -217,11 +217,10 @@ def lstm_cell(
     input_bias: jax.Array | None = None,
     hidden_bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(hy, cy, workspace): the workspace holds the gates after their activation."""
-    i, f, update, o = _parts(_gates(input_gates, input_bias) + _gates(hidden_gates, hidden_bias), 4)
-    i, f, update, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(update), jax.nn.sigmoid(o)
-    cy = f * up(cx) + i * update
-    return o * jnp.tanh(cy), cy, jnp.concatenate([i, f, update, o], axis=-1)
+    """(hy, cy, workspace): the workspace holds the gates before their activation."""
+    gates = _gates(input_gates, input_bias) + _gates(hidden_gates, hidden_bias)
+    hy, cy = _lstm(gates, jnp.zeros_like(gates), cx, up(cx))
+    return hy, cy, gates
 
 
 @register("_thnn_fused_lstm_cell_backward_impl")
@@ -236,20 +235,11 @@ def lstm_cell_backward(
     """Gradients of the input and hidden gates (equal), of cx, and of both biases (equal)."""
     if grad_hy is None and grad_cy is None:
         return None, None, None
-    i, f, update, o = _parts(up(workspace), 4)
-    squashed = jnp.tanh(up(cy))
-    dh = jnp.zeros_like(squashed) if grad_hy is None else up(grad_hy)
-    dc = dh * o * (1 - squashed * squashed) + (0 if grad_cy is None else up(grad_cy))
-    gates = jnp.concatenate(
-        [
-            dc * update * i * (1 - i),
-            dc * up(cx) * f * (1 - f),
-            dc * i * (1 - update * update),
-            dh * squashed * o * (1 - o),
-        ],
-        axis=-1,
-    )
-    return gates, dc * f, jnp.sum(gates, axis=0) if has_bias else None
+    gates, wide_cx = up(workspace), up(cx)
+    grads = tuple(jnp.zeros_like(wide_cx) if grad is None else up(grad) for grad in (grad_hy, grad_cy))
+    _, pullback = jax.vjp(lambda gates, c: _lstm(gates, jnp.zeros_like(gates), c, c), gates, wide_cx)
+    grad_gates, grad_cx = pullback(grads)
+    return grad_gates, grad_cx, jnp.sum(grad_gates, axis=0) if has_bias else None
 
 
 @register("_thnn_fused_gru_cell")
@@ -260,25 +250,18 @@ def gru_cell(
     input_bias: jax.Array | None = None,
     hidden_bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(hy, workspace): the workspace holds r, z and n after their activation, hx, and the hidden part of n."""
-    (xr, xz, xn), (hr, hz, hn) = (
-        _parts(_gates(input_gates, input_bias), 3),
-        _parts(_gates(hidden_gates, hidden_bias), 3),
-    )
-    r, z = jax.nn.sigmoid(xr + hr), jax.nn.sigmoid(xz + hz)
-    n = jnp.tanh(xn + r * hn)
-    return n + z * (up(hx) - n), jnp.concatenate([r, z, n, up(hx), hn], axis=-1)
+    """(hy, workspace): the workspace holds r, z and both parts of n before their activation, and hx."""
+    x, g, h = _gates(input_gates, input_bias), _gates(hidden_gates, hidden_bias), up(hx)
+    (xr, xz, xn), (hr, hz, hn) = _parts(x, 3), _parts(g, 3)
+    return _gru(x, g, h, h)[0], jnp.concatenate([xr + hr, xz + hz, xn, hn, h], axis=-1)
 
 
 @register("_thnn_fused_gru_cell_backward")
 def gru_cell_backward(grad: jax.Array, workspace: jax.Array, has_bias: bool) -> tuple[jax.Array | None, ...]:
     """Gradients of input gates, hidden gates, hx, input bias and hidden bias."""
-    grad = up(grad)
-    r, z, n, hx, hn = _parts(up(workspace), 5)
-    dz = grad * (hx - n) * z * (1 - z)
-    dn = grad * (1 - z) * (1 - n * n)
-    dr = dn * hn * r * (1 - r)
-    inputs = jnp.concatenate([dr, dz, dn], axis=-1)
-    hidden = jnp.concatenate([dr, dz, dn * r], axis=-1)
+    *gates, hn, hx = _parts(up(workspace), 5)
+    x, g = jnp.concatenate(gates, axis=-1), jnp.concatenate([*map(jnp.zeros_like, gates[:2]), hn], axis=-1)
+    _, pullback = jax.vjp(lambda x, g, h: _gru(x, g, h, h)[0], x, g, hx)
+    inputs, hidden, grad_hx = pullback(up(grad))
     biases = (jnp.sum(inputs, axis=0), jnp.sum(hidden, axis=0)) if has_bias else (None, None)
-    return inputs, hidden, grad * z, *biases
+    return inputs, hidden, grad_hx, *biases
