@@ -239,12 +239,7 @@ def _wrap(region: AutocastContext, function: Any) -> Any:
 
 
 class _Jitted:
-    """A function of `jax.jit` under autocast: as ``jax.jit(autocast(f), ...)`` with the same arguments of `jax.jit`.
-
-    Args:
-        region: the settings.
-        function: the function of `jax.jit`, without autocast.
-    """
+    """A function of `jax.jit` under autocast: as ``jax.jit(autocast(f), ...)`` with the same arguments of `jax.jit`."""
 
     def __init__(self, region: AutocastContext, function: Any) -> None:
         self._region = region
@@ -309,11 +304,7 @@ def _is_dtype(value: Any) -> bool:
 class _Program:
     """A function traced as written, for the arguments of one call.
 
-    Args:
-        function: the function.
-        args: its positional arguments.
-        kwargs: its named arguments.
-        policy: whose rules will be applied, if any.
+    `policy`: whose rules will be applied, if any.
     """
 
     def __init__(self, function: Any, args: Any, kwargs: Any, policy: Policy | None = None) -> None:

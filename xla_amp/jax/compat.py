@@ -126,9 +126,7 @@ def low_sums_crash(mesh: Any = None, manual: Iterable[str] = ()) -> bool:
 
     jaxlib 0.10.2: "Invalid binary instruction opcode copy" in ``AllReducePromotion``, also without autocast.
 
-    Args:
-        mesh: of a `jax.shard_map`; None for that of the running code.
-        manual: its axes that the `jax.shard_map` makes manual.
+    `manual`: the axes of `mesh` that a `jax.shard_map` makes manual.  Without `mesh`: in the running code.
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
     split = {name for name, extent in mesh.shape.items() if extent > 1}
@@ -262,7 +260,6 @@ LOWERINGS = tuple(
     os.path.join(*path.split("/"))
     for path in (
         "xla_amp/lowering/linalg/contraction.py",
-        "xla_amp/lowering/linalg/contraction.py",
         "xla_amp/lowering/nn/convolution.py",
         "xla_amp/lazy/interop/functional.py",
     )
@@ -343,11 +340,7 @@ _LOGS = hasattr(jax.custom_vjp, "defvjp_with_logs")
 
 
 class BackwardRule:
-    """A flat backward rule of ``custom_vjp`` as a function that returns a list: cotangents, then logged values.
-
-    Args:
-        rule: as JAX passes it.
-    """
+    """A flat backward rule of ``custom_vjp`` as a function that returns a list: cotangents, then logged values."""
 
     def __init__(self, rule: Any) -> None:
         self._rule = rule

@@ -134,15 +134,9 @@ _originals: dict[Any, Any] = {}
 
 
 def aten_product(primitive: Any, params: dict[str, Any], left: Any, right: Any) -> str | None:
-    """ATen name of a ``dot_general`` that is no plain matrix product.
+    """ATen name of a ``dot_general`` without a contracted axis, without a free one, or with a batch axis.
 
-    It has no contracted axis, no free one, or a batch axis.
-
-    Args:
-        primitive: a contraction.
-        params: its parameters.
-        left: its first operand, or the type of it.
-        right: its second operand, or the type of it.
+    `left` and `right` are its operands, or their types.
     """
     if primitive is not lax.dot_general_p:
         return None
@@ -158,11 +152,7 @@ def aten_product(primitive: Any, params: dict[str, Any], left: Any, right: Any) 
 def sums_nothing(primitive: Any, params: dict[str, Any], left: Any, right: Any) -> bool:
     """Whether each element of a contraction's result is one product, or empty: a low dtype would only round it.
 
-    Args:
-        primitive: a contraction.
-        params: its parameters.
-        left: its first operand, or the type of it.
-        right: its second operand, or the type of it.
+    `left` and `right` are its operands, or their types.
     """
     numbers: Any = params.get("dimension_numbers")
     if primitive is lax.conv_general_dilated_p:
@@ -182,11 +172,7 @@ def sums_nothing(primitive: Any, params: dict[str, Any], left: Any, right: Any) 
 def result_axes(primitive: Any, params: dict[str, Any], left: Any, right: Any) -> tuple[frozenset[int], frozenset[int]]:
     """The axes of a contraction's result that come from its first operand alone, and those from its second alone.
 
-    Args:
-        primitive: a contraction.
-        params: its parameters.
-        left: its first operand, or the type of it.
-        right: its second operand, or the type of it.
+    `left` and `right` are the operands, or their types.
     """
     numbers: Any = params.get("dimension_numbers")
     if primitive is lax.dot_general_p:

@@ -49,11 +49,7 @@ def decide(
 
     It is decided by its ATen name, or by its own name if it has no ATen counterpart.
 
-    Args:
-        policy: with overrides.
-        primitive: its name.
-        aten: name of the ATen operation that it is here, if it stands for several.
-        path: of the module that it runs in, for policies with rules for modules.
+    `aten` is the name of the ATen operation that it is here, if it stands for several; `path` that of its module.
     """
     operation, *same = op_catalog.same_as(aten) if aten else op_catalog.meanings("jaxpr", primitive) or (primitive,)
     return policy.decide(operation, path, tuple(same)), policy.reaching(operation, path, tuple(same))
@@ -196,12 +192,7 @@ def _is_algorithm(params: Mapping[str, Any]) -> bool:
 
 
 def request(eqn: Any, low: Any) -> str:
-    """Why a contraction runs in the dtypes that it was written with; empty if the program leaves them to the policy.
-
-    Args:
-        eqn: its equation.
-        low: the low dtype of the region.
-    """
+    """Why a contraction runs in the dtypes that it was written with; empty if the program leaves them to the policy."""
     params, dtypes = eqn.params, [atom.aval.dtype for atom in eqn.invars[:2]]
     asked = asked_precision(eqn)
     if asked and not (_is_algorithm(params) and all(dtype == low for dtype in dtypes)):

@@ -89,10 +89,7 @@ class Interpreter:
     ) -> list[Value]:
         """Evaluates a jaxpr under autocast; results have the dtypes that follow, not those of the jaxpr.
 
-        Args:
-            closed: the jaxpr.
-            values: its arguments, in any floating dtype.
-            f32_outputs: which results stay float32 if a contraction computes them; None for all.
+        `f32_outputs`: which results stay float32 if a contraction computes them; None for all.
         """
         jaxpr = closed.jaxpr
         environment: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
@@ -262,11 +259,8 @@ class Interpreter:
     ) -> list[Value]:
         """Binds the primitive of an equation under autocast and returns its results.
 
-        Args:
-            eqn: the equation.
-            operands: in any floating dtype.
-            f32_outputs: for each result, whether it stays float32.
-            after_gradients: whether it belongs to the optimizer of a training step.
+        `f32_outputs`: for each result, whether it stays float32; `after_gradients`: whether the equation belongs to the
+        optimizer of a training step.
         """
         primitive, params = eqn.primitive, eqn.params
         if any(map(compat.is_region_scope, compat.name_stack(eqn))):
@@ -510,10 +504,7 @@ _RESIDUAL: Final = "x + f(x): residual='low' lets it be low as f(x) is"
 def _result_like(operand: Any, params: dict[str, Any], written: Sequence[Any]) -> dict[str, Any]:
     """Parameters of a contraction whose result has the dtype of its operands, unless the program asks for a wider one.
 
-    Args:
-        operand: one of the two, as the contraction reads it.
-        params: its parameters.
-        written: the operands, or their types, as the program was written.
+    `operand` is one of the two, as the contraction reads it; `written` are both, or their types, as written.
     """
     wanted = params.get("preferred_element_type")
     if not is_castable(wanted) or (wanted == F32 and all(dtype_of(each) != F32 for each in written[:2])):

@@ -55,9 +55,7 @@ def follows_gradients(jaxpr: Any, after: bool) -> frozenset[int]:
     These depend on gradients, are not differentiated, and read no batch.  A batch is what the differentiated part of
     the step reads and the step does not update; so a loss that is evaluated with the new weights is not counted.
 
-    Args:
-        jaxpr: the program.
-        after: whether all of it follows the gradients.
+    `after`: whether all of the program follows the gradients.
     """
     eqns = jaxpr.eqns
     differentiated = [_is_differentiated(eqn) for eqn in eqns]
@@ -112,10 +110,8 @@ def _size(variable: Any) -> int:
 def gradient_outputs(jaxpr: Any, backward: bool, f32_outputs: Sequence[bool] | None) -> frozenset[Any]:
     """Variables through which a gradient leaves the backward pass, to the optimizer or to the caller.
 
-    Args:
-        jaxpr: the program.
-        backward: whether all of it belongs to a backward pass.
-        f32_outputs: which of its results are such gradients; None for all.
+    `backward`: whether all of the program belongs to a backward pass; `f32_outputs`: which of its results are such
+    gradients, None for all.
     """
     inside = [backward or _is_backward(eqn) for eqn in jaxpr.eqns]
     if not any(inside):
@@ -207,10 +203,7 @@ def _of_one_shape(eqn: Any) -> bool:
 def residual_carries(jaxpr: Any, first: int, count: int) -> tuple[bool, ...]:
     """For each carry of a loop's body, whether its next value depends on a contraction that depends on it.
 
-    Args:
-        jaxpr: the body.
-        first: the argument that is the first carry.
-        count: how many carries there are; they are the first results.
+    The carries are the arguments from `first` on, and the first results.
     """
     carries = zip(jaxpr.invars[first : first + count], jaxpr.outvars[:count], strict=True)
     return tuple(

@@ -48,12 +48,8 @@ def run(
 ) -> None:
     """Adds the results of equations to `environment`.
 
-    Args:
-        eqns: in order.
-        environment: variable -> value.
-        process: an equation and its operands to its results.
-        read: the value of a variable or constant in an environment.
-        context: what the results of an equation are computed in.
+    `process` makes results of an equation and its operands, inside `context`; `read` gives the value of a variable or
+    constant in an environment.
     """
     read = read or value_of
     for eqn in eqns:
@@ -71,10 +67,7 @@ def value_of(environment: Mapping[Any, Any], atom: Any) -> Any:
 def evaluate(inner: Any, values: Sequence[Any], process: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
     """The results of a jaxpr; each value is dropped after its last use.
 
-    Args:
-        inner: the jaxpr, with its constants or without any.
-        values: its arguments.
-        process: as for `run`.
+    `inner` has its constants, or none; `process` is as for `run`.
     """
     jaxpr, consts = closed(inner).jaxpr, closed(inner).consts
     environment: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))

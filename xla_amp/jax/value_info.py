@@ -114,11 +114,7 @@ def cast(array: Any, dtype: Any) -> Any:
 
 
 class CastCache:
-    """Casts of the values of one region.
-
-    Args:
-        low: its low dtype.
-    """
+    """Casts of the values of one region."""
 
     def __init__(self, low: Any) -> None:
         self._low = low
@@ -188,8 +184,6 @@ class CastCache:
         """The arrays of `values` in the dtypes that a primitive, which takes one, computes in under a cast.
 
         Args:
-            cast: the policy's.
-            values: the operands.
             weak: which of them are weakly typed.
             exact: whether a rule of the user gives the cast: then only numbers adopt the dtype of other operands,
                 otherwise also a bias, as torch's ``linear`` casts it with its product.

@@ -28,9 +28,7 @@ _EXACTLY: Final[Reads] = frozenset()
 def exact_values(jaxpr: Any, exact: Sequence[bool] | None) -> frozenset[Any]:
     """The variables of a jaxpr that only exact reads reach.
 
-    Args:
-        jaxpr: the program.
-        exact: which of its results are read so; None for all.
+    `exact`: which of its results are read so; None for all.
     """
     results = None if exact is None else {index for index, flag in enumerate(exact) if flag}
     found = _reads(jaxpr).items()
@@ -40,9 +38,7 @@ def exact_values(jaxpr: Any, exact: Sequence[bool] | None) -> frozenset[Any]:
 def exact_results_of_body(eqn: Any, exact: Sequence[bool]) -> tuple[bool, ...]:
     """For each result of the body of ``scan`` or ``while``, whether only exact reads reach it.
 
-    Args:
-        eqn: the loop.
-        exact: which of its results are read so.
+    `exact`: which results of the loop are read so.
     """
     loop = _LoopReads(eqn)
     reached = (loop.outside(frozenset({index})) for index in range(len(loop.body.outvars)))
@@ -117,11 +113,7 @@ def _of_loop(eqn: Any, outs: Sequence[Reads]) -> Sequence[Reads]:
 
 
 class _LoopReads:
-    """``scan`` or ``while``: what reads its operands, and the results of its body, as results of the loop.
-
-    Args:
-        eqn: the loop.
-    """
+    """``scan`` or ``while``: what reads its operands, and the results of its body, as results of the loop."""
 
     def __init__(self, eqn: Any) -> None:
         params, operands = eqn.params, list(range(len(eqn.invars)))

@@ -65,10 +65,7 @@ class _Origin(NamedTuple):
 def ends_by_floats(eqn: Any, policy: Policy, *, low_carry: bool) -> bool:
     """Whether the end of a ``while`` depends on a comparison of floats that low operations would change.
 
-    Args:
-        eqn: the loop.
-        policy: decides what is low.
-        low_carry: whether what it carries may be low.
+    `low_carry`: whether what it carries may be low.
     """
     end = _end(eqn, policy)
     return end.compared_low or (low_carry and bool(end.compared))

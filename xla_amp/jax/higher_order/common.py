@@ -42,10 +42,7 @@ def retrace(
     """Traces a sub-jaxpr under autocast for arguments of the types of `values`.
 
     Args:
-        call: the primitive that contains it.
-        closed: the sub-jaxpr.
-        values: its arguments.
-        weights: which of them come from outside the program.
+        weights: which arguments come from outside the program.
         keep_constants: whether a scalar constant among `values` may adopt the dtype of other operands inside, too.
         copied: indices of arguments whose low copies follow as further arguments.
         f32_outputs: as for `Interpreter.eval_jaxpr`.
@@ -98,11 +95,7 @@ def low_copies(
 ) -> tuple[tuple[int, ...], list[Any]]:
     """Indices of float32 operands that a jaxpr contracts, and their low copies.
 
-    Args:
-        call: the primitive that contains the jaxpr.
-        values: the first operands of the jaxpr.
-        jaxpr: see above.
-        hoist: make copies outside of the jaxpr, which is a loop's body; otherwise those count that weights have.
+    With `hoist`, copies are made outside of the jaxpr, a loop's body; otherwise those count that weights have.
     """
     settings, casts = call.interpreter.settings, call.interpreter.casts
     found: dict[int, Any] = {}
@@ -134,11 +127,9 @@ def evaluate_rule(
 ) -> list[Any]:
     """Traces a function of a custom derivative as written, then evaluates the jaxpr under autocast.
 
+    Symbolic zeros and Python scalars among `values`, such as a saved ``perturbed``, arrive as they are.
+
     Args:
-        interpreter: evaluates the jaxpr.
-        function: flat values to flat values.
-        debug_info: names for JAX's errors.
-        values: its arguments.  Symbolic zeros and Python scalars, such as a saved ``perturbed``, arrive as they are.
         avals: the types of `values` that `function` is traced with; None for their own.
         weights: which arguments come from outside the program; None for all.
         keep_dtypes: whether results get the dtypes that `function` gave them.

@@ -116,11 +116,7 @@ def _widens_primitive(name: str, policy: Policy) -> bool:
 def find(jaxpr: Any, readers: dict[Any, set[int]], numbers: Sequence[int], low: Sequence[Any]) -> Float32Region:
     """The region that starts with the first of some equations.
 
-    Args:
-        jaxpr: the program.
-        readers: of `candidates`.
-        numbers: of equations in a row, all cheap and none evaluated.
-        low: the low variables that the first of them reads.
+    `numbers` are of equations in a row, all cheap and none evaluated; `low` are the low variables that the first reads.
     """
     inside = set(low)
     members: list[int] = []
@@ -167,10 +163,7 @@ def function(key: Any, evaluate: Callable[..., list[Any]], avals: Sequence[Any])
 
     It is traced once for all regions with the same computation, and is one function of the program that JAX lowers.
 
-    Args:
-        key: what the computation depends on; one that cannot be hashed is not remembered.
-        evaluate: computes the region under autocast.
-        avals: types of its arguments.
+    `key`: what the computation depends on; one that cannot be hashed is not remembered.
     """
     try:
         hash(key)

@@ -197,9 +197,7 @@ def _call_as_written(call: HigherOrderCall, **changed: Any) -> list[Value]:
 
     Its jaxpr takes all operands and has no constants.
 
-    Args:
-        call: the primitive.
-        **changed: parameters besides the jaxpr.
+    `changed`: parameters besides the jaxpr.
     """
     closed = rebind.inner(call.params)
     operands = call.interpreter.cast_to_avals(call.values, closed.in_avals)

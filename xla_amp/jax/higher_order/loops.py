@@ -74,13 +74,7 @@ def _traced_body(
 ) -> tuple[list[Any], compat.ClosedJaxpr]:
     """The constants with low copies and the initial carry, and the body that takes them and what is scanned.
 
-    Args:
-        call: the loop.
-        body: its body.
-        consts: the body's constants.
-        start: initial carry.
-        x_avals: types of what an iteration gets besides.
-        x_weights: which of these come from outside the program.
+    `x_avals` are the types of what an iteration gets besides; `x_weights`: which of these come from outside.
     """
     f32_outputs = exact_results_of_body(call.eqn, call.f32_outputs or (True,) * len(call.eqn.outvars))
     if call.inner_interpreter().backward or has_backward(body.jaxpr):  # the carry may add gradients up
@@ -119,11 +113,7 @@ def _low_carry(
 ) -> list[Any]:
     """Types of the carry: low where that is allowed and the body computes low.
 
-    Args:
-        avals: types in the jaxpr.
-        may_be_low: which may be low.
-        low: the low dtype.
-        computed: types that the body computes from types of the carry, without casts back to these.
+    `computed`: types that the body computes from types of the carry, without casts back to these.
     """
     dtypes = [aval.dtype for aval in avals]
     tried = [low if dtype == F32 and may else dtype for dtype, may in zip(dtypes, may_be_low, strict=True)]
