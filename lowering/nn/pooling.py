@@ -175,7 +175,7 @@ def _select_and_scatter(grad: jax.Array, x: jax.Array, maps: Sequence[AxisMap]) 
     return grad_x
 
 
-def _max_pool_backward(
+def max_pool_backward(
     grad: jax.Array,
     x: jax.Array,
     kernel_size: Sequence[int],
@@ -303,7 +303,7 @@ def max_unpool(x: jax.Array, indices: jax.Array, output_size: Sequence[int], *wi
 for _rank in (2, 3):
     for _name, _function in (
         (f"max_pool{_rank}d_with_indices", max_pool),
-        (f"max_pool{_rank}d_with_indices_backward", _max_pool_backward),
+        (f"max_pool{_rank}d_with_indices_backward", max_pool_backward),
         (f"avg_pool{_rank}d", _avg_pool),
         (f"avg_pool{_rank}d_backward", _avg_pool_backward),
         (f"_adaptive_avg_pool{_rank}d_backward", _adaptive_avg_pool_backward),

@@ -79,7 +79,7 @@ def test_max_pool_specials(platform: str) -> None:
 def test_many_gradients_for_one_place_are_not_added_in_a_half(kernel: int, dtype: str) -> None:
     def backward(grad: jax.Array, x: jax.Array) -> jax.Array:
         window = ([kernel], [2], [0], [1], False)
-        return pooling.max_pool2d_with_indices_backward(grad, x, *window, None, platform="tpu")
+        return pooling.max_pool_backward(grad, x, *window, None, platform="tpu", rank=2)
 
     grad, x = (jax.ShapeDtypeStruct((1, 1, n, n), jnp.bfloat16) for n in ((19 - kernel) // 2 + 1, 19))
     (sums,) = [line for line in str(jax.make_jaxpr(backward)(grad, x)).splitlines() if "select_and_scatter_add" in line]
