@@ -58,7 +58,6 @@ FLOAT: dict[str, Unary] = {
     "atanh": jnp.arctanh,
     "cos": jnp.cos,
     "cosh": jnp.cosh,
-    "deg2rad": jnp.deg2rad,
     "digamma": _digamma,
     "erf": lax.erf,
     "erfc": lax.erfc,
@@ -72,7 +71,6 @@ FLOAT: dict[str, Unary] = {
     "log10": jnp.log10,
     "log1p": jnp.log1p,
     "log2": jnp.log2,
-    "rad2deg": jnp.rad2deg,
     "reciprocal": lambda x: 1 / x,
     "rsqrt": lax.rsqrt,
     "sigmoid": jax.nn.sigmoid,
@@ -210,18 +208,6 @@ def polygamma(n: int, x: jax.Array, *, out: Any) -> jax.Array:
     if n == 0:
         return special.digamma(x)
     return (1 if n % 2 else -1) * math.factorial(n) * _hurwitz_zeta(n + 1, x)
-
-
-@register("polygamma_", mutates=("self",))
-def polygamma_(x: jax.Array, n: int, *, out: Any) -> jax.Array:
-    """`polygamma` in place; its schema swaps the two arguments."""
-    return polygamma(n, x, out=out)
-
-
-@register("mvlgamma")
-def mvlgamma(x: jax.Array, p: int, *, out: Any) -> jax.Array:
-    """The multivariate log-gamma function of dimension `p`."""
-    return special.multigammaln(as_dtype(x, opmath(out.dtype)), p)
 
 
 # -- clamping: NaN in any operand gives NaN; a lower bound above the upper one gives the upper ------------------------

@@ -165,11 +165,6 @@ def elu_backward(grad: Any, alpha: Any, scale: Any, input_scale: Any, is_result:
     return jnp.where(value > 0, grad * scale, grad * input_scale * below)
 
 
-@_define("celu")
-def celu(x: Any, alpha: Any = 1) -> Any:
-    return jnp.where(x > 0, x, jnp.expm1(jnp.minimum(x, 0) / alpha) * alpha)
-
-
 # -- piecewise linear -------------------------------------------------------------------------------------------------
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -134,67 +132,15 @@ def triu_indices(row: int, col: int, offset: int = 0, *, dtype: Any = None, out:
     return _triangle_indices(~jnp.tri(row, col, offset - 1, dtype=jnp.bool_), out)
 
 
-# -- windows: a periodic window is a symmetric one with one more point, without its last point ------------------------
-
-
-def _cosines(*weights: float) -> Callable[[jax.Array, int], jax.Array]:
-    """A weighted sum of cosines with 0, 1, ... periods over the window."""
-
-    def window(position: jax.Array, points: int) -> jax.Array:
-        turn = position * (2 * np.pi / (points - 1))
-        terms = [weight * jnp.cos(turn * order) for order, weight in enumerate(weights)]
-        return functools.reduce(jnp.add, terms)
-
-    return window
-
-
-def _triangle(position: jax.Array, points: int) -> jax.Array:
-    return 1 - jnp.abs(position * (2 / (points - 1)) - 1)
-
-
-def _kaiser(beta: float) -> Callable[[jax.Array, int], jax.Array]:
-    def window(position: jax.Array, points: int) -> jax.Array:
-        across = position * (2 / (points - 1)) - 1
-        inside = jnp.sqrt(jnp.maximum(1 - across * across, 0))
-        return special.i0(beta * inside) / special.i0(jnp.asarray(beta, position.dtype))
-
-    return window
-
-
-def _window(shape: Callable[[jax.Array, int], jax.Array], periodic: bool, out: Any) -> jax.Array:
-    length = out.shape[0]
-    if length <= 1:
-        return jnp.ones(out.shape, out.dtype)
-    return shape(lax.iota(opmath(out.dtype), length), length + 1 if periodic else length)
-
-
-@register("bartlett_window", "bartlett_window.periodic")
-def bartlett_window(length: int, periodic: bool = True, *, dtype: Any = None, out: Any) -> jax.Array:
-    """A triangle."""
-    return _window(_triangle, periodic, out)
-
-
-@register("blackman_window", "blackman_window.periodic")
-def blackman_window(length: int, periodic: bool = True, *, dtype: Any = None, out: Any) -> jax.Array:
-    """0.42 - 0.5 cos(t) + 0.08 cos(2 t)."""
-    return _window(_cosines(0.42, -0.5, 0.08), periodic, out)
-
-
-@register(*(f"hamming_window{form}" for form in ("", ".periodic", ".periodic_alpha", ".periodic_alpha_beta")))
-def hamming_window(
-    length: int, periodic: bool = True, alpha: float = 0.54, beta: float = 0.46, *, dtype: Any = None, out: Any
-) -> jax.Array:
-    """alpha - beta cos(t)."""
-    return _window(_cosines(alpha, -beta), periodic, out)
-
-
-@register("hann_window", "hann_window.periodic")
-def hann_window(length: int, periodic: bool = True, *, dtype: Any = None, out: Any) -> jax.Array:
-    """0.5 - 0.5 cos(t)."""
-    return _window(_cosines(0.5, -0.5), periodic, out)
+# -- windows: torch composes the others -------------------------------------------------------------------------------
 
 
 @register("kaiser_window", "kaiser_window.periodic", "kaiser_window.beta")
 def kaiser_window(length: int, periodic: bool = True, beta: float = 12.0, *, dtype: Any = None, out: Any) -> jax.Array:
-    """I0(beta sqrt(1 - x * x)) / I0(beta) for x from -1 to 1."""
-    return _window(_kaiser(beta), periodic, out)
+    """I0(beta sqrt(1 - x * x)) / I0(beta) for x from -1 to 1; a periodic one has one more point, left out."""
+    points = length + 1 if periodic else length
+    if length <= 1:
+        return jnp.ones(out.shape, out.dtype)
+    across = lax.iota(opmath(out.dtype), length) * (2 / (points - 1)) - 1
+    inside = jnp.sqrt(jnp.maximum(1 - across * across, 0))
+    return special.i0(beta * inside) / special.i0(jnp.asarray(beta, across.dtype))

@@ -58,30 +58,6 @@ def roll(x: jax.Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> jax.A
     return x
 
 
-@register("rot90")
-def rot90(x: jax.Array, k: int = 1, dims: Sequence[int] = (0, 1)) -> jax.Array:
-    """`k` rotations by 90 degrees in the plane of two axes."""
-    return jnp.rot90(x, k, (dims[0], dims[1]))
-
-
-@register("pixel_shuffle")
-def pixel_shuffle(x: jax.Array, upscale_factor: int) -> jax.Array:
-    """(..., C r r, H, W) -> (..., C, H r, W r)."""
-    *lead, channels, height, width = x.shape
-    r = upscale_factor
-    y = x.reshape(math.prod(lead), channels // (r * r), r, r, height, width).transpose(0, 1, 4, 2, 5, 3)
-    return y.reshape(*lead, channels // (r * r), height * r, width * r)
-
-
-@register("pixel_unshuffle")
-def pixel_unshuffle(x: jax.Array, downscale_factor: int) -> jax.Array:
-    """(..., C, H r, W r) -> (..., C r r, H, W)."""
-    *lead, channels, height, width = x.shape
-    r = downscale_factor
-    y = x.reshape(math.prod(lead), channels, height // r, r, width // r, r).transpose(0, 1, 3, 5, 2, 4)
-    return y.reshape(*lead, channels * r * r, height // r, width // r)
-
-
 @register("channel_shuffle")
 def channel_shuffle(x: jax.Array, groups: int) -> jax.Array:
     """Channels (axis 1) interleaved between `groups`."""

@@ -216,8 +216,6 @@ ROWS = [
     row("nan_to_num", "fb", lambda d: (SPECIAL.to(d), 1.0, 2.0, 3.0)),
     row("nan_to_num", "i", lambda d: (sample(5, dtype=d),)),
     *(row("polygamma", "f", lambda d, n=n: (n, _positive(d, least=0) + 0.3)) for n in (0, 1, 2)),
-    row("polygamma_", "f", lambda d: (_positive(d), 1)),
-    row("mvlgamma", "f", lambda d: (_positive(d, least=3), 2)),
     # clamping
     row("clamp", "fb", lambda d: (sample(4, 5, dtype=d), -1.1, 1.3)),
     row("clamp", "fi", lambda d: (sample(4, 5, dtype=d), 2, 1)),

@@ -55,7 +55,6 @@ def channels(dtype: torch.dtype) -> torch.Tensor:
 
 
 ROWS = [
-    row("celu", "fdb", forward(1.3), wide=True),
     row("elu", "fdb", forward(), wide=True),
     row("elu", "fdb", forward(1.5, 2.0, 0.5), wide=True),
     row("elu_backward", "fdb", lambda d: (grad(d), 1.5, 2.0, 0.5, False, finite(d)), wide=True),

@@ -33,11 +33,6 @@ JOINING = [
 TURNING = [
     *(row("flip", "fbt", lambda d, dims=dims: (block(d), dims)) for dims in ([0, -1], [])),
     *(row("roll", "fbt", lambda d, a=a: (block(d), *a)) for a in (([1], []), ([2, -7], [0, -1]))),
-    *(row("rot90", "f", lambda d, turns=turns: (block(d), turns, [0, 2])) for turns in (0, 1, 2, 3, -1, 5)),
-    row("rot90", "i", lambda d: (block(d),)),
-    row("pixel_shuffle", "fb", lambda d: (sample(2, 8, 3, 4, dtype=d), 2)),
-    row("pixel_shuffle", "f", lambda d: (sample(8, 3, 4, dtype=d), 2)),
-    row("pixel_unshuffle", "fb", lambda d: (sample(2, 3, 4, 6, dtype=d), 2)),
     row("channel_shuffle", "fb", lambda d: (sample(2, 6, 3, 4, dtype=d), 3)),
 ]
 
