@@ -97,9 +97,7 @@ class Attention:
     def scores(self, query: Operand, bias: jax.Array | None, first: jax.Array | int, rows: int) -> jax.Array:
         """Scaled and masked scores of `rows` rows from row `first` on, in the opmath dtype.
 
-        Args:
-            query: those rows, after `group_rows`.
-            bias: those rows of the bias.
+        `query` has those rows, after `group_rows`; `bias` has those rows of the bias.
         """
         shape = (*self.shape[:2], rows, self.shape[3])
         scores = self.contract(query, self.key, ((3,), (3,))).reshape(shape) * self.scale

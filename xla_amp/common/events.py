@@ -211,8 +211,7 @@ def user_location(libraries: frozenset[str] = _OURS) -> str:
 def user_frame(libraries: frozenset[str] = _OURS) -> FrameType | None:
     """The frame of `user_location`, or None.
 
-    Args:
-        libraries: packages whose frames are not the user's.
+    `libraries` are packages whose frames are not the user's.
     """
     frame = inspect.currentframe()
     while frame is not None:

@@ -87,13 +87,7 @@ class PrecisionReport:
 def summarize(
     records: Iterable[DecisionRecord], is_contraction: Callable[[str], bool], saved: SavedBytes | None = None
 ) -> PrecisionReport:
-    """The report of the operations that ran.
-
-    Args:
-        records: one for each operation, in order.
-        is_contraction: whether an operation is a contraction, by `DecisionRecord.operation`.
-        saved: bytes saved for the backward pass, where known.
-    """
+    """The report of the operations that ran."""
     low: dict[Any, list[DecisionRecord]] = {}
     wide: dict[Any, list[DecisionRecord]] = {}
     float32_regions: dict[Any, list[DecisionRecord]] = {}

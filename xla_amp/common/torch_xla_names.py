@@ -27,10 +27,7 @@ def table() -> tuple[MissingNames, ...]:
 def missing(module: str, name: str, public: Iterable[str]) -> AttributeError:
     """The error for a name that `module` of this package does not have.
 
-    Args:
-        module: full name.
-        name: what was asked for.
-        public: the names that it has.
+    `public` are the names that it has.
     """
     found = next((row for row in table() if name in row.names), None)
     if found is None:

@@ -124,12 +124,7 @@ def remembered(
 
     While something listens to decisions, those of `make` are told each time.
 
-    Args:
-        cache: what was made.
-        key: of the part.
-        make: see above.
-        place: what decisions say of where the part is; None if they are told only while it is made, so that it is made
-            each time.
+    `place`: what decisions say of where the part is; None if they are told only while it is made, then each time.
     """
     listens = bool(events.decided.listeners)
     if listens:

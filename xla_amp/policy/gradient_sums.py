@@ -40,10 +40,7 @@ class SumRules(NamedTuple):
     def reported(self, path: str | None, dtype: str, asked: bool) -> tuple[Decision, str]:
         """The decision to report of gradients that are added in `dtype`, and what to tell if no rule has decided it.
 
-        Args:
-            path: of the module.
-            dtype: by name.
-            asked: whether the caller has passed it.
+        `asked`: whether the caller has passed `dtype`.
         """
         decision = self.decide(path)
         if decision.rule is not None and not asked:

@@ -85,10 +85,7 @@ def _has_quantized(module: ir.MlirModule) -> bool:
 def compile_module(module: ir.MlirModule, device: Any = None, options: Mapping[str, bool | int] | None = None) -> Any:
     """A loaded executable of the module for one device (default: the first of JAX's default platform).
 
-    Args:
-        module: the module.
-        device: of JAX.
-        options: XLA's options by name, on top of its defaults.
+    `options` are XLA's, by name, on top of its defaults.
 
     Raises:
         ModuleError: XLA rejects the module.
@@ -137,10 +134,7 @@ def run(
 
     The process keeps the last programs, so further arguments compile nothing.
 
-    Args:
-        module: for one device.
-        arguments: arrays of the dtypes that it takes.
-        options: XLA's options by name, on top of its defaults.
+    `options` are XLA's, by name, on top of its defaults.
 
     Raises:
         ModuleError: XLA cannot compile or run it, or ends.

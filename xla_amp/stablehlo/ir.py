@@ -213,9 +213,7 @@ def operations(root: Any, enters: Callable[[Any], bool] | None = None) -> Iterat
 
     The operations of a block are listed before the first is yielded, so the caller may change the block.
 
-    Args:
-        root: where to begin.
-        enters: whether to yield the operations in the regions of an operation; by default of all.
+    `enters`: whether to yield the operations in the regions of an operation; by default of all.
     """
     blocks = [root] if hasattr(root, "operations") else [block for region in root.regions for block in region.blocks]
     for block in blocks:
@@ -390,9 +388,7 @@ def attribute(operation: Any, name: str) -> Any:
 def run_passes(module: MlirModule, passes: str) -> None:
     """Runs passes of MLIR and StableHLO; operations that were read from the module before must not be used after it.
 
-    Args:
-        module: is changed.
-        passes: as in ``builtin.module(...)``, separated by commas.
+    `passes` are written as in ``builtin.module(...)``, separated by commas.
 
     Raises:
         ModuleError: a pass fails; the message is its reason.

@@ -43,9 +43,7 @@ class WorkerEndedError(Exception):
 class Worker:
     """One worker process, kept until `close`.
 
-    Args:
-        module: name of the module to run; it calls `serve`.
-        environment: variables that differ from this process's.
+    `module` calls `serve`; `environment` has the variables that differ from this process's.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str] | None = None) -> None:

@@ -107,8 +107,7 @@ def operands(
 ) -> tuple[list[int], tuple[Any, ...]]:
     """Numbers and keys of a list of tensors.
 
-    Args:
-        wholes: receives, for `write_all`, the buffer of each tensor, or None if the tensor is a view of its buffer.
+    `wholes` receives, for `write_all`, the buffer of each tensor, or None if the tensor is a view of its buffer.
     """
     numbers, keys = [], []
     tensor: Any

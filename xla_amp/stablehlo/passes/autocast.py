@@ -216,9 +216,6 @@ def _effects(graph: CastGraph) -> effects.Effects:
 def as_program(module: Any) -> Program:
     """Converts every kind of argument that `autocast` takes to a `Program`.
 
-    Args:
-        module: as for `autocast`, or the result of `autocast`.
-
     Raises:
         ModuleError: another kind of object, or no valid program.
     """

@@ -34,13 +34,7 @@ def kept_values(module: Any, classifier: Classifier) -> set[Any]:
 
 
 class _Inside:
-    """What a loop computes, also in the functions that it calls.
-
-    Args:
-        loop: the loop.
-        functions: of the module.
-        classifier: of operations.
-    """
+    """What a loop computes, also in the functions that it calls."""
 
     def __init__(self, loop: Any, functions: dict[str, Any], classifier: Classifier) -> None:
         self._loop = loop
@@ -78,8 +72,7 @@ class _Inside:
     def ends_by_floats(self, kept: set[Any]) -> bool:
         """Whether its end depends on a comparison of floats that low operations would change.
 
-        Args:
-            kept: values that stay float32 anyway.
+        `kept`: values that stay float32 anyway.
         """
         compared: list[Any] = []
 

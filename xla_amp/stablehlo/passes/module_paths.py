@@ -47,11 +47,7 @@ def has_names(module: Any) -> bool:
 
 
 class ModulePaths:
-    """Paths of the operations of a module, whose functions are called from one path each (`clone_per_path`).
-
-    Args:
-        module: not changed.
-    """
+    """Paths of the operations of a module, whose functions are called from one path each (`clone_per_path`)."""
 
     def __init__(self, module: Any) -> None:
         self._functions: dict[str, str] = {}

@@ -137,12 +137,7 @@ def decisions(
 ) -> Iterable[OperationDecision]:
     """The decisions, taken before the module changes.
 
-    Args:
-        propagation: which nodes run low.
-        policy: its name.
-        low: the low dtype.
-        copies: name of a cloned function -> name of the original.
-        paths: of modules.
+    `copies`: name of a cloned function -> name of the original.
     """
     for node in propagation.nodes:
         if node.op_class is None and not node.boundary:

@@ -24,9 +24,7 @@ _COMPUTES: Final = frozenset({"abs", "clamp", "maximum", "minimum", "negate", "s
 def rows(module: ir.MlirModule, walked: Iterator[tuple[Any, str]]) -> tuple[Operation, ...]:
     """One row for each operation.
 
-    Args:
-        module: the program.
-        walked: its operations with their functions, in program order.
+    `walked` are its operations with their functions, in program order.
     """
     paths = ModulePaths(module)
     classifier = Classifier(load("tpu"), paths)

@@ -23,12 +23,8 @@ def save(
 ) -> None:
     """Writes a step that `scaler` has skipped, so that the state is that before it, but for the scale.
 
-    Args:
-        folder: ``DIRECTORY/step-N``.
-        record: of the step, with the scale that it used.
-        batch: what the step was given: a tuple.
-        generators: `step_state.random_state` before the step.
-        model: and the other objects as they are after the step.
+    `record` has the scale that the step used; `generators` is `step_state.random_state` before the step; the other
+    objects are as they are after it.
 
     Raises:
         TypeError: something in `batch` is no tensor, number, text, list, tuple or dict.

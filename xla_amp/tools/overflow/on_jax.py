@@ -97,9 +97,7 @@ def find_overflow(
 class _WatchTrace(compat.Trace):
     """JAX's current trace while the function runs: passes each operation to `_Watch.evaluate`.
 
-    Args:
-        parent: the trace outside, which evaluates.
-        watch: what is found.
+    `parent` is the trace outside, which evaluates.
     """
 
     __slots__ = ("parent", "watch")

@@ -32,8 +32,7 @@ def from_records(records: Iterable[DecisionRecord]) -> tuple[Candidate, ...]:
 
     An operation that computes in float32 and gives the dtype of its operand (the cast ``fp32_inside``) is none.
 
-    Args:
-        records: of one run under the policy in which everything that may run low does.
+    `records` are of one run under the policy in which everything that may run low does.
     """
     groups: dict[tuple[str, str], list[DecisionRecord]] = {}
     for record in records:

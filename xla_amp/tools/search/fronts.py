@@ -101,14 +101,7 @@ LEFT: Mapping[str, str] = {
 def searched(
     program: MeasuredProgram, *, budget: float | Mapping[str, float], held_out: int | None, device: str
 ) -> SearchResult:
-    """Searches, and warns if the budget is not met.
-
-    Args:
-        program: with its candidates.
-        budget: of the user.
-        held_out: of the user.
-        device: where the program runs, for the report.
-    """
+    """Searches, and warns if the budget is not met."""
     if own := program.records(None, region=False):
         raise SearchError(
             f"the program opens an autocast region (policy {own[0].policy}), whose rules would hide those of the plan: "
