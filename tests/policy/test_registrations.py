@@ -1,8 +1,11 @@
-"""The tables of torch's own devices against the installed torch: names registered, and what its kernels do."""
+"""The tables of torch's own devices against the installed torch: names registered, and casts of its header.
+
+What the CPU's kernels do is in tests/pytorch/autocast/test_native_dispatch.py.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import re
 from pathlib import Path
 
@@ -10,9 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-from xla_amp.policy import BUILTIN, extend_known_operations, load, op_catalog  # noqa: E402
+from xla_amp.policy import BUILTIN, load, op_catalog  # noqa: E402
 from xla_amp.policy.op_catalog import catalogue  # noqa: E402
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -50,14 +51,6 @@ def differences(table, torch_says):
 )
 def test_tables_name_what_torch_registers(policy, key, not_in_this_build):
     assert differences(set(load(policy).operations()) - not_in_this_build, registered(key)) == []
-
-
-def test_a_difference_would_be_readable():
-    table = set(load("cpu").operations())
-    assert differences(table - {"mm"}, registered("AutocastCPU")) == ["torch registers mm, the table has no row"]
-    assert differences(table | {"relu"}, registered("AutocastCPU")) == [
-        "the table has relu, torch does not register it"
-    ]
 
 
 MACROS = {
@@ -107,109 +100,11 @@ def test_the_gpu_and_cuda_tables_have_no_name_that_torch_lacks():
         assert set(catalogue().classes) <= known
 
 
-# CPU kernels can be asked: call each one and watch what it casts before anything else happens.
-
-
-class Stop(Exception):
-    pass
-
-
-class Watch(TorchDispatchMode):
-    """Notes the dtypes that operands are converted to, until the first other operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.to = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is not torch.ops.aten._to_copy.default or not kwargs["dtype"].is_floating_point:
-            raise Stop
-        self.to.append(kwargs["dtype"])
-        return function(*args, **kwargs)
-
-
-def first_conversion(operation, *dtypes):
-    """dtype that autocast converts the first operand to whose dtype it changes; they have `dtypes` in turn."""
-    packet, _, overload = operation.partition(".")
-    function = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    turn = 0
-
-    def tensor():
-        nonlocal turn
-        turn += 1
-        return torch.ones(2, 2, dtype=dtypes[(turn - 1) % len(dtypes)])
-
-    simple = {"int": 1, "float": 1.0, "bool": False, "number": 1, "str": "a", "SymInt": 1}
-    args, kwargs = [], {}
-    for parameter in function._schema.arguments:
-        kind = str(parameter.type)
-        value: object
-        if "List[Tensor]" in kind or kind == "List[Optional[Tensor]]":
-            value = [tensor(), tensor()]
-        elif "Tensor" in kind:
-            value = tensor()
-        elif parameter.has_default_value():
-            value = parameter.default_value
-        elif kind.startswith("List["):
-            value = [simple[kind[5:-1]]] * 2
-        else:
-            value = simple.get(kind.removeprefix("Optional[").removesuffix("]"))
-        if parameter.kwarg_only:
-            kwargs[parameter.name] = value
-        else:
-            args.append(value)
-    # The operands are made up from the schema: what the operation says about them comes after the cast.
-    complaints = contextlib.suppress(Stop, RuntimeError, ValueError, IndexError)
-    watch = Watch()
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False), complaints, watch:
-        function(*args, **kwargs)
-    return watch.to[0] if watch.to else None
-
-
-def observed(operation):
-    """The cast that torch's CPU kernel for `operation` turns out to make."""
-    f32, low = torch.float32, torch.bfloat16
-    if first_conversion(operation, f32) is low:
-        return "low"
-    if first_conversion(operation, low) is f32:
-        return "fp32"
-    return "promote" if first_conversion(operation, f32, low) is f32 else "keep"
-
-
-def test_cpu_kernels_do_what_the_table_says():
-    found = {operation: observed(operation) for operation in load("cpu").operations()}
-    table = load("cpu").casts()
-    wrong = {name: f"table {table[name]}, kernel {cast}" for name, cast in found.items() if cast != table[name]}
-    assert wrong == {}
-
-
-def test_the_observation_tells_casts_apart():
-    assert observed("mm") == "low"
-    assert observed("mse_loss") == "fp32"
-    assert observed("cat") == "promote"
-    assert observed("add.Tensor") == "keep"
-
-
-def test_torch_can_add_its_own_names(monkeypatch):
-    """What the PyTorch front does: a name that only torch knows becomes legal, its in-place form does not."""
-    monkeypatch.setattr(op_catalog, "_providers", [])
-    monkeypatch.setattr(op_catalog, "_provided", frozenset())
-    assert op_catalog.matching("special_airy_ai") == ()
-    asked = []
-
-    def torch_operations():
-        asked.append(1)
-        return torch._C._dispatch_get_all_op_names()
-
-    extend_known_operations(torch_operations)
-    assert op_catalog.matching("softmax") == ("softmax.int",)
-    assert asked == [], "names that are known do not ask"
+def test_names_that_only_torch_knows():
+    """The PyTorch front adds them: such a name takes a rule, its in-place form does not."""
+    importlib.import_module("xla_amp.pytorch.autocast.xla_dispatch")
     assert op_catalog.matching("special_airy_ai") == ("special_airy_ai",)
-    assert op_catalog.matching("nonzero_static") == ("nonzero_static",)
-    assert asked == [1]
     assert op_catalog.matching("add_") == ()
     assert op_catalog.matching("topk") == ("topk",), "topk.values is an out= form"
-    assert "special_airy_ai" not in op_catalog.matching("special_*"), (
-        "what a glob reaches depends on the catalogue alone"
-    )
+    assert "special_airy_ai" not in op_catalog.matching("special_*"), "a glob depends on the catalogue alone"
     assert not any(name.endswith(("_", ".out", "_backward")) for name in op_catalog.known_operations())

@@ -148,8 +148,6 @@ def test_rules_in_the_environment(monkeypatch):
     [
         ("softmax", r"XLA_AMP_RULES, rule 1 \('softmax'\): expected operation=cast"),
         ("mm=low;=fp32", r"XLA_AMP_RULES, rule 2 \('=fp32'\): expected operation=cast"),
-        ("softmax=half", r"rule 1 .*unknown cast 'half'.*Casts: low"),
-        ("softmax=float32", r"rule 1 .*did you mean 'fp32'"),
         ("sofmax=low", r"rule 1 .*unknown operation 'sofmax'; nearest: softmax"),
         ("exp=low;exp=fp32", r"rule 2 .*'exp' is written twice; its other row is XLA_AMP_RULES, rule 1"),
         ("exp=low;exp*=fp32", r"'exp' is reached by rules.*exp = low.*rule 1.*exp\* = fp32.*rule 2"),

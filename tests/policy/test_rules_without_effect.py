@@ -46,17 +46,6 @@ def test_rules_that_act_are_silent(front: Any, rules: Any) -> None:
     front(rules, strict=True)
 
 
-@FRONTS
-def test_a_shared_file_may_name_what_a_front_does_not_see(
-    front: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = tmp_path / "rules.toml"
-    rows.write_text('[[rule]]\noperations = ["softmax", "mm", "gelu"]\ncast = "fp32"\n')
-    monkeypatch.setenv("XLA_AMP_POLICY", str(rows))
-    with pytest.warns(RuleWarning, match=r"these rules have(.|\n)*softmax = fp32(.|\n)*gelu = fp32"):
-        front({"tanh": "low"})
-
-
 def test_a_function_that_jax_has_traced_before_counts() -> None:
     inner = jax.jit(jnp.tanh)
     with policy.override({"tanh": "fp32"}):
@@ -95,16 +84,6 @@ def test_an_override_around_torch_reports_when_it_closes(device: str) -> None:
 def in_torch(rules: Any) -> None:
     with policy.override(rules), xla_amp.autocast("cpu", policy="tpu"):
         torch.tanh(torch.mm(torch.ones(2, 2), torch.ones(2, 2)))
-
-
-@pytest.mark.parametrize(("front", "unused"), [(in_jax, "hypot"), (in_stablehlo, "fmax"), (in_torch, "fmin")])
-def test_unused_rules_of_every_front(front: Any, unused: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_AMP_RULES", f"{unused}=fp32;mm=fp32;tanh=low")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuleWarning)
-        with contextlib.suppress(PolicyError):
-            front({"add": "keep"})
-    assert [rule.operations for rule in policy.unused_rules("tpu")] == [(unused,)]
 
 
 @pytest.mark.parametrize("front", [in_jax, in_stablehlo, in_torch])
@@ -190,16 +169,3 @@ def test_an_override_inside_a_transformed_function_raises(transform: str) -> Non
     for _ in range(2):
         with pytest.raises(PolicyError, match=r"override\(mm=fp32\) opened inside a function under autocast"):
             autocast(functions[transform])(X, W)
-
-
-def test_rules_for_modules_reach_name_scopes_in_jax() -> None:
-    def model(x: Any, w: Any) -> Any:
-        with jax.named_scope("body"):
-            x = x @ w
-        with jax.named_scope("head"):
-            return jax.jit(jnp.matmul)(x, w)
-
-    with policy.override(module="*.head", cast="fp32"):
-        text = str(jax.make_jaxpr(autocast(model, strict=True))(X, W))
-    assert text.count("low_dot_general") == 1
-    assert text.count(" dot_general[") == 1
