@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -220,25 +219,3 @@ def test_is_autocast_available():
     assert not is_autocast_available("meta")
     with pytest.raises(DeviceError, match="torch knows no device type 'gpu'"):
         is_autocast_available("gpu")
-
-
-def test_functions_in_threads(device):
-    function, seen = matmul_function(device)
-    errors = []
-
-    def work():
-        try:
-            a, b = leaves(device)
-            with autocast(device, dtype=LOW):
-                loss = function.apply(a, b).sum()
-            loss.backward()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert sorted(seen, key=str) == sorted([(True, FULL, LOW), (True, LOW, LOW)] * 3, key=str)

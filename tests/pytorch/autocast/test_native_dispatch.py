@@ -10,9 +10,7 @@ import samples
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 
-import xla_amp
 from xla_amp import autocast, policy
 from xla_amp.errors import PolicyError, UnsupportedDtypeError
 from xla_amp.policy import Policy, load, regions
@@ -122,15 +120,6 @@ def test_torchs_own_results_stay_bit_for_bit(full):
 # ---- overrides -------------------------------------------------------------------------------------------------------
 
 
-def test_regions_that_close_out_of_order(full):
-    first, second = autocast("cpu", policy="cuda"), autocast("cpu", dtype=LOW, policy="cuda")
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert torch.softmax(full.to(LOW), -1).dtype is FULL
-    second.__exit__(None, None, None)
-
-
 def test_a_custom_operator(full):
     @torch.library.custom_op("xla_amp_native::twice", mutates_args=())
     def twice(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,9 +133,6 @@ def test_a_custom_operator(full):
     with autocast("cpu"):
         assert twice(full).dtype is HALF, "its own rule is there again"
     twice._lib._destroy()
-
-
-# ---- threads ---------------------------------------------------------------------------------------------------------
 
 
 # ---- another policy on a native device -------------------------------------------------------------------------------
@@ -188,66 +174,6 @@ def test_the_dtype_of_another_devices_policy(full):
         autocast("mtia", policy="cuda")
 
 
-# ---- modules ---------------------------------------------------------------------------------------------------------
-
-
-class Attention(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = torch.nn.Linear(4, 4)
-
-    def forward(self, x):
-        query = self.query(x)
-        return torch.softmax(query @ query.T, -1)
-
-
-class Model(torch.nn.Module):
-    def __init__(self, recompute: bool = False) -> None:
-        super().__init__()
-        self.attention = Attention()
-        self.recompute = recompute
-        self.dtypes: list[torch.dtype] = []
-
-    def forward(self, x):
-        inner = checkpoint(self.attention, x, use_reentrant=False) if self.recompute else self.attention(x)
-        self.dtypes = [inner.dtype, torch.softmax(x, -1).dtype, (x @ x).dtype]
-        return inner
-
-
-@pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_a_rule_for_a_module(device):
-    model = Model().to(xla_amp.xla_device() if device == "xla" else "cpu")
-    x = torch.rand(4, 4, device=next(model.parameters()).device)
-    rules = {"cpu": "cpu", "xla": "tpu"}[device]
-    plain = FULL if load(rules).decide("softmax.int").cast == "fp32" else None
-    for pattern, cast, expected in [
-        ("*.attention.softmax", "low", [LOW, FULL, LOW]),
-        ("*.attention", "fp32", [FULL, FULL, LOW]),
-        ("attention.query", "fp32", [plain or LOW, FULL, LOW]),
-    ]:
-        with policy.override(module=pattern, cast=cast), autocast(device):
-            model(x)
-            assert model.dtypes == expected, pattern
-        with autocast(device), policy.override(module=pattern, cast=cast):
-            model(x)
-            assert model.dtypes == expected, pattern
-    with policy.override(module="*.attention.softmax", cast="low"), torch.autocast(x.device.type):
-        model(x)
-        assert model.dtypes == [LOW, FULL, LOW]
-
-
-@pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_recomputation_follows_the_rules_for_modules(device):
-    """Torch compares the dtypes of what it recomputes with the first pass's and raises when they differ."""
-    model = Model(recompute=True).to(xla_amp.xla_device() if device == "xla" else "cpu")
-    x = torch.rand(4, 4, device=next(model.parameters()).device)
-    with policy.override(module="*.attention.softmax", cast="low"), autocast(device):
-        model(x)[0].float().sum().backward()
-    gradient = model.attention.query.weight.grad
-    assert gradient is not None
-    assert gradient.dtype is FULL
-
-
 # ---- devices that are not here ---------------------------------------------------------------------------------------
 
 
@@ -266,23 +192,6 @@ def test_cuda():
             assert [torch.mm(x, x).dtype, torch.softmax(x.half(), -1).dtype] == [HALF, FULL]
         finally:
             torch.set_autocast_enabled("cuda", False)
-
-
-def test_gaudis_lists_change_the_hpu_policy(monkeypatch, tmp_path):
-    x = torch.rand(4, 4, device=xla_amp.xla_device())
-    with autocast("xla", policy="hpu"):
-        assert [torch.mm(x, x).dtype, torch.softmax(x, -1).dtype] == [LOW, LOW]
-    listed = tmp_path / "low.txt"
-    listed.write_text("softmax\nlinear\n")
-    monkeypatch.setenv("PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", str(listed))
-    listed = tmp_path / "full.txt"
-    listed.write_text("mm\n")
-    monkeypatch.setenv("PT_HPU_AUTOCAST_FP32_OPS_LIST", str(listed))
-    for device in ("xla", "cpu"):
-        y = x if device == "xla" else x.cpu()
-        with autocast(device, policy="hpu"):
-            assert [torch.mm(y.to(LOW), y.to(LOW)).dtype, torch.softmax(y, -1).dtype] == [FULL, LOW]
-            assert torch.log(y.to(LOW)).dtype is LOW  # the default fp32 list is gone
 
 
 @pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["ours", "torchs"])

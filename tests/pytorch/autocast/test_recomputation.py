@@ -93,9 +93,10 @@ def nested(*contexts):
 
 
 @pytest.fixture
-def early(monkeypatch):
+def early():
     """Without this torch ends the second pass at the last tensor that it needs, before our function notes dtypes."""
-    monkeypatch.setattr(torchs, "_enable_checkpoint_early_stop", False)
+    with torchs.set_checkpoint_early_stop(False):
+        yield
 
 
 @pytest.mark.usefixtures("early")

@@ -211,6 +211,8 @@ def test_overrides_around_and_inside_a_region(device, full, low):
                 assert dtypes() == (FULL, LOW)
             assert dtypes() == (LOW, LOW)
         assert dtypes() == (FULL, LOW)
+    with opened(device, enabled=False), policy.override(softmax="low"):
+        assert dtypes() == (FULL, LOW)  # of the operands
 
 
 def test_torchs_regions_follow_overrides_and_ours_around_them(device, full, low):

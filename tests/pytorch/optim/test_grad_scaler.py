@@ -223,9 +223,7 @@ def test_devices(given):
     xla_amp.xla_device()
     scaler = GradScaler() if given is None else GradScaler(given)
     scaled = scaler.scale(torch.ones((), device="jax"))
-    assert scaled.device.type == "jax"
-    assert scaler._scale.dtype is torch.float32
-    assert scaler._scale.dim() == 0
+    assert (scaled.device.type, scaled.dtype) == ("jax", torch.float32)
 
 
 def test_what_is_no_device():
@@ -294,16 +292,6 @@ def test_float16_gradients(device):
         scaler.unscale_(optimizer)
 
 
-def test_bfloat16_gradients(device):
-    params = parameters(device, torch.bfloat16)
-    scaler = GradScaler(device, init_scale=4.0)
-    optimizer = torch.optim.SGD(params, lr=0.0)
-    set_gradients(params, scaler, 0)
-    expected = [(parameter.grad / 4).cpu() for parameter in params]
-    scaler.unscale_(optimizer)
-    assert [parameter.grad.tolist() for parameter in params] == [gradient.tolist() for gradient in expected]
-
-
 def test_the_scale_stays_finite(device):
     params = parameters(device)
     scaler = GradScaler(device, init_scale=2.0**127, growth_interval=1)
@@ -341,33 +329,6 @@ def test_counting_skips_costs_two_recorded_operations():
             xla_amp.sync()
     assert counts.operations == 3  # two, and torch's own _amp_update_scale_
     assert counts.host_syncs == 0
-
-
-def test_state_dict_goes_both_ways(device):
-    params = parameters(device)
-    optimizer = syncfree.SGD(params, lr=0.05)
-    source = GradScaler(device, init_scale=4.0, growth_interval=3)
-    train(source, optimizer, params, bad=(4,), steps=6)
-    expected = source.state_dict()
-    assert expected == {
-        "scale": 4.0,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 3,
-        "_growth_tracker": 1,
-    }
-    for target in (torch.amp.GradScaler("cpu"), GradScaler(device), train_one(device)):
-        target.load_state_dict(expected)
-        assert target.state_dict() == expected
-    with pytest.raises(RuntimeError, match="The source state dict is empty"):
-        GradScaler(device).load_state_dict({})
-
-
-def train_one(device):
-    scaler, optimizer, _ = started(device)
-    scaler.step(optimizer)
-    scaler.update()
-    return scaler
 
 
 def test_disabled(device):
