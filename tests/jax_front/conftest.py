@@ -20,7 +20,7 @@ NOT_IN_JAX = "without autocast it fails, too, on such a mesh"
 ONE_DEVICE = "it counts what JAX and XLA do without a mesh"
 LEFT_OUT = {
     "test_a_kernel_runs_as_it_was_written[<lambda>-float32_2]": (EXPLICIT, NOT_IN_JAX),
-    "test_a_scattered_sum_follows_its_data_and_gradients_stay_float32": (ANY, OWN_MESH),
+    "test_a_collective_follows_its_data_and_gradients_stay_float32": (ANY, OWN_MESH),
     "test_effects_keep_their_order": (ANY, NOT_IN_JAX),
     "test_every_contraction_is_low[flash_attention]": (EXPLICIT, NOT_IN_JAX),
     "test_every_contraction_is_low[pmap]": (ANY, OWN_MESH),
@@ -29,7 +29,6 @@ LEFT_OUT = {
     "test_gradients_are_reduced_in_float32_unless_a_dtype_is_given": (ANY, OWN_MESH),
     "test_no_optimizer_gets_a_conditional[cpu]": (ANY, ONE_DEVICE),
     "test_rules_with_symbolic_zeros[checkpointed_loop]": (ONLY_EXPLICIT, NOT_IN_JAX),
-    "test_rules_with_symbolic_zeros[diffrax_solve]": (ONLY_EXPLICIT, NOT_IN_JAX),
     "test_solvers_of_libraries": (ONLY_EXPLICIT, NOT_IN_JAX),
     "test_the_form_is_that_of_the_platform_it_is_lowered_for": (ANY, ONE_DEVICE),
     "test_values_are_close_to_float64_and_dtypes_are_kept[flash_attention-grad]": (EXPLICIT, NOT_IN_JAX),

@@ -14,7 +14,6 @@ import sys
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,28 +90,6 @@ def attention(w, x):
     scores = jnp.einsum("bqhk,bshk->bhqs", q, k) / np.sqrt(HEAD)
     scores = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), scores, -1e9)
     return product("bqhk,hkd->bqd", jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), v), w["out"], "data")
-
-
-def library_attention(w, x):
-    return product("bqhk,hkd->bqd", jax.nn.dot_product_attention(*projected(w, x), is_causal=True), w["out"], "data")
-
-
-def flash_attention(w, x):
-    """Attention in blocks of keys, with a running maximum and sum."""
-    q, k, v = product("btd,dnhk->nbhtk", norm(x, w["scale"]), w["qkv"], None, "data", "model")
-    blocks = [jnp.moveaxis(each.reshape(BATCH, HEADS, 4, LENGTH // 4, HEAD), 2, 0) for each in (k, v)]
-
-    def step(state, block):
-        top, total, mixed = state
-        scores = jnp.einsum("bhqk,bhck->bhqc", q, block[0]) / np.sqrt(HEAD)
-        new = jnp.maximum(top, scores.max(-1))
-        part, kept = jnp.exp(scores - new[..., None]), jnp.exp(top - new)
-        mixed = mixed * kept[..., None] + jnp.einsum("bhqc,bhck->bhqk", part, block[1])
-        return (new, total * kept + part.sum(-1), mixed), None
-
-    start = 0 * q[..., 0]
-    (_, total, mixed), _ = lax.scan(step, (start - 1e30, start, 0 * q), blocks)
-    return product("bhqk,hkd->bqd", mixed / total[..., None], w["out"], "data")
 
 
 def block(w, x):
@@ -209,22 +186,6 @@ def convolved(w, x):
     return lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
 
 
-class Partitioned(nn.Module):
-    """A Flax layer whose parameters carry their partition."""
-
-    @nn.compact
-    def __call__(self, x):
-        init = nn.with_partitioning(nn.initializers.lecun_normal(), spec(None, "model"))
-        bias = nn.with_partitioning(nn.initializers.zeros_init(), spec("model"))
-        return nn.Dense(HIDDEN, kernel_init=init, bias_init=bias)(nn.LayerNorm()(x))
-
-
-def flax_module(w, x):
-    kernel = {"kernel": w["up"], "bias": w["bias"]}
-    params = {"Dense_0": kernel, "LayerNorm_0": {"scale": 1 + w["scale"], "bias": w["scale"]}}
-    return jax.nn.gelu(Partitioned().apply({"params": params}, x))
-
-
 PROGRAMS = {
     "perceptron": perceptron,
     "block": block,
@@ -243,9 +204,6 @@ PROGRAMS = {
     "vmap": vectorized,
     "cond": branched,
     "convolution": convolved,
-    "library attention": library_attention,
-    "flash attention": flash_attention,
-    "flax": flax_module,
 }
 
 

@@ -37,6 +37,10 @@ def test_spellings_of_a_dtype(dtype):
     assert "bf16" in str(jax.make_jaxpr(autocast(jnp.matmul, dtype=dtype))(jnp.ones((2, 2)), jnp.ones((2, 2))))
 
 
+def test_a_policy_has_its_own_low_dtype():
+    assert "f16" in str(jax.make_jaxpr(autocast(jnp.matmul, policy="gpu"))(jnp.ones((2, 2)), jnp.ones((2, 2))))
+
+
 def test_a_wrapped_function_keeps_its_name_and_shows_its_settings():
     @autocast(carry="low")
     def forward(x):

@@ -84,21 +84,12 @@ def checkpointed_loop(w):
     return jnp.sum(while_loop(lambda state: state[0] < 5, step, (0, X), max_steps=16, kind="checkpointed")[1])
 
 
-def diffrax_solve(w):
-    import diffrax
-
-    term = diffrax.ODETerm(lambda t, y, w: jnp.tanh(y @ w) - y)
-    return jnp.sum(diffrax.diffeqsolve(term, diffrax.Euler(), 0.0, 1.0, 0.25, X, args=w, max_steps=8).ys)
-
-
-@pytest.mark.parametrize("loss", [filtered, perturbed, symbolic_jvp, checkpointed_loop, diffrax_solve])
+@pytest.mark.parametrize("loss", [filtered, perturbed, symbolic_jvp, checkpointed_loop])
 def test_rules_with_symbolic_zeros(loss):
-    if loss is diffrax_solve:
-        pytest.importorskip("diffrax")
     expected = jax.jit(jax.grad(loss))(W)
     assert low_products(loss, W) > 0
     gradients = [jax.jit(autocast(jax.grad(loss)))]
-    if loss not in (checkpointed_loop, diffrax_solve):  # slow to compile
+    if loss is not checkpointed_loop:  # slow to compile
         gradients += [jax.grad(autocast(loss)), jax.grad(jax.jit(autocast(loss)))]
     for gradient in gradients:
         found = gradient(W)
@@ -245,7 +236,7 @@ def test_eager_calls_of_a_jit_function_are_traced_once():
     assert given.is_deleted()
 
 
-@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu, lambda h: scaled(2.0, h), jax.nn.logsumexp])
+@pytest.mark.parametrize("activation", [jax.nn.gelu, lambda h: scaled(2.0, h)])
 def test_an_eager_call_gives_what_a_compiled_one_gives(activation):
     def function(x):
         return activation(x @ W) * 1.0

@@ -82,8 +82,3 @@ def test_on_h100_every_product_is_low_and_weights_get_float32(compiled, name):
     assert {dtypes[:2] for dtypes in ours} == {("bfloat16", "bfloat16")}
     assert sum(ours.values()) == sum(wide.values()) == 20
     assert ours["bfloat16", "bfloat16", "float32"] == 6  # q, k, v, out, two dense layers
-
-
-@pytest.mark.full
-def test_in_float32_the_products_on_h100_are_not_low(compiled):
-    assert {dtypes[:2] for dtypes in compiled("h100", "float32").contractions()} == {("float32", "float32")}

@@ -237,36 +237,6 @@ def test_arguments_auxiliary_values_and_leaves_without_gradient():
     np.testing.assert_allclose(by_factor, value / 2, rtol=1e-6)
 
 
-def test_inside_a_scan_the_scale_is_carried():
-    params, x = problem(jnp.float32)
-    bad = jnp.array([0.0, jnp.inf, 0.0, 0.0, jnp.nan])
-
-    def body(carry, poison):
-        params, loss_scale = carry
-        out = value_and_grad(lambda p: quadratic(p, x) + poison * jnp.sum(p["w"]))(loss_scale, params)
-        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, out.grads)
-        return (select(out.finite, new, params), out.loss_scale), (out.finite, out.loss_scale.value)
-
-    loss_scale = LossScale.dynamic(8.0, growth_interval=2)
-    (after, loss_scale), (finite, scales) = jax.jit(lambda c: jax.lax.scan(body, c, bad))((params, loss_scale))
-    assert finite.tolist() == [True, False, True, True, False]
-    assert scales.tolist() == [8.0, 4.0, 4.0, 8.0, 4.0]
-    assert int(loss_scale.skipped) == 2
-    assert bool(all_finite(after))
-
-
-def test_under_autocast_the_gradients_are_low_precision_ones():
-    from xla_amp.jax import autocast
-
-    params, x = problem(jnp.float32)
-    step = value_and_grad(autocast(quadratic))
-    assert "bf16" in str(jax.make_jaxpr(step)(LossScale.dynamic(), params, x))
-    out = jax.jit(step)(LossScale.dynamic(), params, x)
-    _, expected = reference(params, x)
-    for name in expected:
-        np.testing.assert_allclose(out.grads[name], expected[name], atol=3e-2 * abs(expected[name]).max())
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import collections
-import json
 import re
-from pathlib import Path
 
 import equinox as eqx
 import flax.linen as nn
-import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,23 +17,6 @@ from jax.experimental.ode import odeint
 from xla_amp.errors import PolicyError
 from xla_amp.jax import autocast
 
-SCRIPT = Path(__file__).with_name("decoder_on_eight_devices.py")
-
-
-class Mlp(nn.Module):
-    """Three blocks with biases and norms; `dtype` is Flax's own switch."""
-
-    dtype: jnp.dtype | None = None
-
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(3):
-            h = nn.LayerNorm(dtype=self.dtype)(x)
-            for width in (64, 64, 64):
-                h = nn.relu(nn.Dense(width, dtype=self.dtype)(h))
-            x = x + nn.Dense(32, dtype=self.dtype)(h)
-        return x
-
 
 def loss(model):
     return lambda weights, x: jnp.mean(jnp.square(model.apply(weights, x).astype(jnp.float32)))
@@ -48,35 +27,6 @@ def saved_bytes(function, weights, *data):
     traced = jax.make_jaxpr(lambda w: jax.vjp(lambda w: function(w, *data), w))(weights).jaxpr
     variables = {var for var in traced.outvars[1:] if not hasattr(var, "val")} - set(traced.invars)
     return sum(var.aval.size * var.aval.dtype.itemsize for var in variables - set(traced.constvars))
-
-
-def adds(function, *args):
-    """Result dtypes of the additions of matrices in the forward pass."""
-    found = collections.Counter()
-
-    def look(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "add" and eqn.outvars[0].aval.shape[-1:] in ((64,), (32,)):
-                found[eqn.outvars[0].aval.dtype.name] += 1
-            for value in eqn.params.values():
-                inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns"):
-                    look(inner)
-
-    look(jax.make_jaxpr(function)(*args).jaxpr)
-    return found
-
-
-@pytest.mark.full
-def test_biases_and_saved_bytes_are_those_of_flax():
-    x = jnp.ones((8, 16, 32), jnp.bfloat16).astype(jnp.float32)
-    weights = Mlp().init(jax.random.key(0), x)
-    ours, flax, wide = autocast(loss(Mlp())), loss(Mlp(jnp.bfloat16)), loss(Mlp())
-    assert adds(flax, weights, x)["bfloat16"] >= 12
-    assert adds(ours, weights, x)["bfloat16"] >= 12  # one for each Dense
-    low, by_hand = saved_bytes(ours, weights, x), saved_bytes(flax, weights, x)
-    assert low <= 1.02 * by_hand
-    assert low < 0.75 * saved_bytes(wide, weights, x)
 
 
 def equinox_mlp():
@@ -264,12 +214,15 @@ def test_layers_of_a_kind_share_the_float32_regions():
     assert text.count("call @float32_region") >= 8
 
 
-def scatters(function, *args):
-    """Dtypes of the reduce-scatters of a function's jaxpr, innermost included."""
-    return re.findall(r"\w+:(\w+)\[[\d,]*\] = reduce_scatter", str(jax.make_jaxpr(function)(*args)))
+def collectives(function, *args):
+    """Kind and dtype of the collectives of a program whose result is read: XLA drops the others."""
+    text, _, _ = jax.jit(function).lower(*args).as_text().partition("func.func private")
+    pattern = r'(%\w+) = "stablehlo\.(all_gather|reduce_scatter)"\(.*?\) -> tensor<[\dx]*x(\w+)>'
+    found = re.findall(pattern, text, re.DOTALL)
+    return sorted(f"{kind} {dtype}" for name, kind, dtype in found if len(re.findall(rf"{name}\b", text)) > 1)
 
 
-def test_a_scattered_sum_follows_its_data_and_gradients_stay_float32():
+def test_a_collective_follows_its_data_and_gradients_stay_float32():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere = jax.sharding.PartitionSpec()
 
@@ -280,27 +233,16 @@ def test_a_scattered_sum_follows_its_data_and_gradients_stay_float32():
         gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
         return lax.psum_scatter(gradient, "d", scatter_dimension=0, tiled=True)
 
+    def sharded(x, w):  # weights travel low on their way forward, gradients in float32 on their way back
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ lax.all_gather(w, "d", tiled=True))))(w)
+
     x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
-    for function, dtype in ((product, "bf16"), (update, "f32")):
+    for function, expected in (
+        (product, ["reduce_scatter bf16"]),
+        (update, ["reduce_scatter f32"]),
+        (sharded, ["all_gather bf16", "reduce_scatter f32"]),
+    ):
         settings = {"mesh": mesh, "in_specs": (everywhere, everywhere), "out_specs": everywhere, "check_vma": False}
         mapped = autocast(jax.shard_map(function, **settings))
-        assert scatters(mapped, x, w) == [dtype]
+        assert collectives(mapped, x, w) == expected
         assert mapped(x, w).dtype == jnp.float32
-
-
-@pytest.mark.full
-def test_a_decoder_on_eight_devices_trains_as_in_float32():
-    run = forked.run(SCRIPT, "50")
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout.splitlines()[-1])
-    for way in ("inside", "outside"):
-        # Weights travel low on their way forward, gradients in float32 on their way back.
-        assert set(found["collectives"][way]) == {"all_gather bf16", "reduce_scatter f32", "all_reduce f32"}
-    assert found["gradient dtypes"] == ["float32"]
-    assert found["saved"]["autocast"] <= 1.02 * found["saved"]["by hand"]
-    assert found["saved"]["by hand"] < 0.7 * found["saved"]["float32"]
-    exact = np.array(found["losses"]["float32"])
-    assert exact[-1] < 0.2 * exact[0]
-    for way in ("inside", "outside"):
-        assert abs(np.mean(found["losses"][way]) / np.mean(exact) - 1) < 2e-3
-        assert abs(found["losses"][way][-1] - exact[-1]) < 2e-3

@@ -142,28 +142,6 @@ def test_selections_of_float32_values_are_exact():
     assert contractions(both, jnp.array([1, 2]), x) == {LOW: 2}
 
 
-def library():
-    x = array(6, 6)
-    symmetric = x @ x.T + 6 * jnp.eye(6)
-    linalg = jnp.linalg
-    return {
-        "image.resize": (lambda x: jax.image.resize(x + 1000, (9, 9), "bilinear"), x),
-        "expm": (jax.scipy.linalg.expm, x),
-        "cholesky": (jax.grad(lambda x: jnp.sum(linalg.cholesky(x))), symmetric),
-        "eigh": (jax.grad(lambda x: jnp.sum(jnp.abs(linalg.eigh(x)[1]))), symmetric),
-        "svd": (jax.grad(lambda x: jnp.sum(linalg.svd(x)[1] ** 3)), x),
-        "pinv": (jax.grad(lambda x: jnp.sum(linalg.pinv(x))), x),
-        "lstsq": (jax.grad(lambda x: jnp.sum(linalg.lstsq(x, x)[0])), x),
-    }
-
-
-@pytest.mark.parametrize("name", library())
-def test_linear_algebra_and_samplers_are_unaffected(name):
-    function, x = library()[name]
-    assert LOW not in contractions(autocast(function), x)
-    np.testing.assert_array_equal(autocast(function)(x), function(x))
-
-
 # The optimizer of a step.
 
 

@@ -80,14 +80,3 @@ def test_hessian_times_a_vector(name, mode):
     else:
         given, _ = ravel_pytree(product(autocast(loss, dtype="float16"), parameters, direction))
     assert float(jnp.linalg.norm(given - expected) / jnp.linalg.norm(expected)) < 0.02
-
-
-@pytest.mark.full
-def test_a_hessian_of_a_scale_in_a_loop():
-    loss, parameters = MODELS["recurrent"]
-
-    def scaled(scale):
-        return loss([scale * each for each in parameters])
-
-    low = jax.hessian(autocast(scaled, dtype="float16"))(1.0)
-    assert float(low) == pytest.approx(float(jax.hessian(scaled)(1.0)), rel=0.02)

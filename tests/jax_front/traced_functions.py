@@ -63,24 +63,9 @@ def row(weights: Any = square, x: Any = batch, **settings: Any) -> Callable[[Any
     return add
 
 
-@row()
-def product(p, x):
-    return x @ p["w"]
-
-
 @row(two)
 def relu_layers(p, x):
     return jax.nn.relu(x @ p["w"] + p["b"]) @ p["v"]
-
-
-@row(two)
-def gelu_layers(p, x):
-    return jax.nn.gelu(x @ p["w"] + p["b"]) @ p["v"]
-
-
-@row(two)
-def silu_gated(p, x):
-    return jax.nn.silu(x @ p["w"]) * (x @ p["v"])
 
 
 @row(two)
@@ -98,12 +83,6 @@ def layer_norm(p, x):
     h = x @ p["w"]
     h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-3)
     return (h * (1 + p["b"])) @ p["v"]
-
-
-@row(two)
-def attention(p, x):
-    q, k = (jnp.tanh(x @ p[name])[None, :, None] for name in ("w", "v"))
-    return jax.nn.dot_product_attention(q, k, k)
 
 
 @row(two, x=lambda random: array(random, 2, 6, DEPTH, scale=1))
@@ -126,31 +105,15 @@ def outer_and_vector(p, x):
 
 
 @row(two)
-def inner_jit(p, x):
-    return jax.jit(lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"])(p, x)
-
-
-@row(two)
 def nested_jit(p, x):
     layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
     return jax.jit(lambda p, x: layer(p["v"], layer(p["w"], layer(p["w"], x))))(p, x)
-
-
-@row()
-def scan(p, x):
-    return lax.scan(lambda c, _: (jnp.tanh(c @ p["w"]), None), x, None, length=3)[0]
 
 
 @row(lambda random: {"w": np.stack([array(random, DEPTH, DEPTH) for _ in range(3)])})
 def scan_over_layers(p, x):
     last, sums = lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum(-1)), x, p["w"])
     return last + sums.sum(0)[:, None]
-
-
-@row()
-def scan_with_jit_inside(p, x):
-    layer = jax.jit(lambda w, x: jnp.tanh(x @ w.T))
-    return lax.scan(lambda c, _: (layer(p["w"], c), None), x, None, length=2)[0]
 
 
 @row()
@@ -166,16 +129,6 @@ def associative(p, x):
 @row(two)
 def branch(p, x):
     return lax.cond(x[0, 0] > -9, lambda x: jnp.tanh(x @ p["w"]), lambda x: x * 2, x) @ p["v"]
-
-
-@row(two)
-def switch(p, x):
-    return lax.switch(1, [lambda x: x, lambda x: x @ p["w"], lambda x: x @ p["v"] @ p["w"]], x)
-
-
-@row(two)
-def remat(p, x):
-    return jax.checkpoint(lambda p, x: jnp.tanh(jnp.tanh(x @ p["w"]) @ p["v"]))(p, x)
 
 
 @row(two)
@@ -229,11 +182,6 @@ scaled_layer.defvjp(_forward, _backward)
 @row()
 def own_vjp(p, x):
     return scaled_layer(p["w"], x)
-
-
-@row(two)
-def vmap_inside(p, x):
-    return jax.vmap(lambda r: jnp.tanh(r @ p["w"]) @ p["v"])(x)
 
 
 @functools.cache
@@ -399,41 +347,3 @@ def _flax_weights(random: np.random.RandomState) -> Any:
 @row(_flax_weights, sequence)
 def flax_transformer_block(p, x):
     return _flax_block().apply(p, x)
-
-
-def _equinox_block() -> Any:
-    import equinox as eqx
-    from networks_jax import EquinoxBlock
-
-    return eqx.partition(EquinoxBlock(16, 2, jax.random.key(0)), eqx.is_array)
-
-
-@row(lambda random: _equinox_block()[0], sequence)
-def equinox_transformer_block(p, x):
-    import equinox as eqx
-
-    return jax.vmap(eqx.combine(p, _equinox_block()[1]))(x)
-
-
-def _nnx_cnn() -> Any:
-    from flax import nnx
-    from networks_jax import NnxCnn
-
-    return nnx.split(NnxCnn(nnx.Rngs(0)), nnx.Param, ...)
-
-
-def _apply_cnn(p, x, running):
-    from flax import nnx
-
-    graph, _, rest = _nnx_cnn()
-    return nnx.merge(graph, p, jax.tree.map(lambda leaf: leaf.astype(running), rest))(x)
-
-
-@row(
-    lambda random: _nnx_cnn()[1],
-    lambda random: array(random, 4, 8, 8, 1, scale=1),
-    exact=lambda p, x: _apply_cnn(p, x, jnp.float64),
-    tolerance=2.5e-2,  # elements at relu's corner fall on the other side
-)
-def nnx_cnn_with_batch_norm(p, x):
-    return _apply_cnn(p, x, jnp.float32)
