@@ -61,14 +61,6 @@ def test_a_folder_that_cannot_be_made(tmp_path):
             files.own_folder(tmp_path / path, "call()")
 
 
-def test_the_cache_of_programs_is_such_a_folder(tmp_path):
-    from xla_amp.lazy.programs.compilation_cache import compilation_cache
-
-    tmp_path.chmod(0o777)
-    with pytest.raises(FileError, match=r"compilation_cache.*other users can write"):
-        compilation_cache(tmp_path)
-
-
 # ---- malformed files -------------------------------------------------------------------------------------------------
 
 DEEP, LONG = "[" * 10_000 + "]" * 10_000, "1" * 5_000

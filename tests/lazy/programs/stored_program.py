@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -40,9 +38,7 @@ def together(rank: int, sharded: str, folder: str) -> None:
     Path(folder, f"{rank}.json").write_text(json.dumps({"losses": losses, **xla_amp.metrics()}))
 
 
-def main(sharded: str = "", start: str = "") -> None:
-    while start and not os.path.exists(start):
-        time.sleep(0.005)
+def main(sharded: str = "") -> None:
     device = xla_amp.xla_device()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).to(device)

@@ -18,7 +18,6 @@ from harness import array_behind
 from xla_amp import lazy as engine
 from xla_amp import lowering
 from xla_amp.errors import DeviceError, MissingLoweringError, StepFailedError, XlaAmpError
-from xla_amp.lazy.graph.trace import Poisoned
 from xla_amp.lazy.programs import execute
 from xla_amp.testing import counts as counted
 
@@ -266,6 +265,7 @@ def test_what_does_not_depend_on_the_failure_is_computed(device: torch.device, h
             lost.sum().item()
         reasons.append(str(caught.value))
     assert reasons[0] == reasons[1]
+    assert how == "lowering" or "out of memory" in reasons[0].lower()
     torch.manual_seed(3)
     assert torch.equal(drawn.cpu(), torch.rand(3, device=device).cpu())
     assert torch.rand(3, device=device).tolist() != drawn.tolist()
@@ -298,33 +298,6 @@ def test_the_next_step_works(device: torch.device) -> None:
     assert x.tolist() == [3, 3, 3]
 
 
-def test_a_training_loop_goes_on_after_a_failed_step(device: torch.device) -> None:
-    global broken
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    x = torch.ones(2, 3).to(device)
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = model(sometimes(x)).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    broken = False
-    first = step()
-    engine.sync()
-    weight = model.weight.tolist()
-    broken = True
-    execute.clear_programs()  # as if it were the first step
-    with pytest.raises(StepFailedError):
-        step()
-    assert model.weight.tolist() == weight
-    broken = False
-    assert step() < first
-
-
 def test_a_result_of_the_wrong_size_names_the_operation(device: torch.device) -> None:
     torch.ops.lazy_failures.wrong_size(torch.ones(3).to(device)).add_(1)
     kept = torch.ops.lazy_failures.wrong_size(torch.ones(3).to(device))
@@ -340,16 +313,6 @@ def test_an_interrupt_passes_through_and_loses_nothing(device: torch.device) -> 
     with pytest.raises(KeyboardInterrupt):
         engine.sync()
     assert x.tolist() == [1, 1, 1]
-    del kept
-
-
-def test_an_error_of_xla_is_a_failed_step(device: torch.device) -> None:
-    x = torch.ones(3).to(device)
-    engine.sync()
-    x.add_(torch.zeros(10**13, device=device).add_(1).sum())  # 40 TB
-    kept = torch.zeros(10**13, device=device).add_(x[0])
-    with pytest.raises(StepFailedError, match=r"(?i)out of memory"):
-        engine.sync()
     del kept
 
 
@@ -376,11 +339,12 @@ def test_memory_that_was_given_away_says_so(device: torch.device, monkeypatch: p
 
 def test_a_failed_step_gives_its_random_numbers_back(device: torch.device) -> None:
     torch.manual_seed(1)
-    state = engine.get_rng_state()
-    kept = sometimes(torch.randn(3, device=device))
+    state, own = engine.get_rng_state(), torch.Generator(device=device).manual_seed(1)
+    kept = sometimes(torch.randn(3, device=device) + torch.randn(3, device=device, generator=own))
     with pytest.raises(StepFailedError):
         engine.sync()
     assert torch.equal(engine.get_rng_state(), state)
+    assert own.get_offset() == 0
     del kept
 
 
@@ -417,16 +381,6 @@ def test_a_slot_that_another_backend_has_taken() -> None:
     assert dtype == "torch.bfloat16"
 
 
-def test_a_free_slot_is_taken_once() -> None:
-    """The twin of the test above."""
-    out = _python("""
-        from xla_amp import lazy as engine
-        assert not engine.is_started()
-        print(engine.device(), engine.device(), engine.is_started(), engine.platform())
-    """)
-    assert out == "jax:0 jax:0 True cpu"
-
-
 def test_a_platform_that_is_not_here() -> None:
     out = _python("""
         import os
@@ -459,9 +413,10 @@ def test_a_platform_that_is_not_here() -> None:
     ids=["fill_", "zero_", "normal_", "foreach_zero_", "copy_"],
 )
 def test_a_lost_tensor_gets_a_new_value(device: torch.device, overwrite: Any) -> None:
-    x = torch.ones(3).to(device)
-    x.untyped_storage()._xla_amp.array = Poisoned("the step failed")
-    with pytest.raises(StepFailedError, match="the step failed"):
+    x = sometimes(torch.ones(3).to(device))
+    with pytest.raises(StepFailedError):
+        engine.sync()
+    with pytest.raises(StepFailedError, match="no such luck"):
         x.add_(1)  # looks at the old value
     overwrite(x)
     assert x.isfinite().all()

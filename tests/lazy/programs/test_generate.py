@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from xla_amp import lazy as engine
-from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.ops import host_eval
 from xla_amp.testing import counts as counted
 
 
@@ -47,30 +45,10 @@ def test_a_state_that_is_asked_for_each_time_is_computed_once(device: torch.devi
         return answers
 
     expected = loop("cpu", -1)
-    host_eval._programs.clear()
     with counted() as counts:
         assert loop(device, 5) == expected
     assert (counts.host_syncs, counts.host_values) == (0, 12)
     assert counts.compilations <= 5  # the first, the others, and those for full(True); the end of the step
-
-
-def test_known_values_go_with_their_part_of_the_trace(device: torch.device) -> None:
-    mask = torch.tensor([1, 0]).to(device)
-    position = None
-    with trace.lock:
-        mask.sum()
-        position = trace.position()
-    total = (mask + 1).sum()
-    assert total.item() == 3
-    assert trace.known
-    with trace.lock:
-        buffers = list(trace.buffers())
-        trace.truncate(position)
-        for buffer in buffers:
-            if buffer.number >= trace.count:
-                buffer.number = -1
-    assert not trace.known
-    assert (mask * 5).sum().item() == 5
 
 
 def test_iterations_that_grow_are_steps(device: torch.device) -> None:

@@ -133,29 +133,6 @@ def test_evaluation_reads_the_weights_as_they_lie(pair):
     assert tensor_io.buffer_of(twin[0].weight).array is held  # put right once, not in each call
 
 
-def scaled_losses(wanted):
-    there = Trainer(xla_amp.xla_device())
-    scaler = xla_amp.GradScaler("jax")
-    losses = []
-    for x in images(4):
-        there.optimizer.zero_grad()
-        with xla_amp.autocast(there.device, dtype=torch.float16):
-            loss = there.model(x.to(there.device)).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(there.optimizer)
-        scaler.update()
-        losses.append(loss.item())
-    assert (order(there.model[0].weight) == TPUS) is wanted
-    return losses
-
-
-def test_half_precision_with_a_scaler(as_on_tpu, monkeypatch):
-    arranged = scaled_losses(wanted=True)
-    execute.clear_programs()
-    monkeypatch.setattr(memory_layout, "orders", lambda *_: {})
-    assert arranged == pytest.approx(scaled_losses(wanted=False), rel=1e-3)
-
-
 def test_a_captured_step(pair):
     here, there = pair
     step = xla_amp.compile(there.step)

@@ -14,13 +14,8 @@ from jax._src.interpreters import partial_eval
 
 import xla_amp
 from xla_amp.lazy.graph import trace as graph
-from xla_amp.lazy.graph.tape import nodes
-from xla_amp.lazy.programs import compile as compiler
 from xla_amp.lazy.programs import execute, program_cache
 from xla_amp.testing import counts as counted
-
-LIMIT = 10 * program_cache.BASE
-"""Bytes: some programs of the tests below."""
 
 
 def executables() -> int:
@@ -45,30 +40,6 @@ def train(device: torch.device, shapes: range) -> list[float]:
         optimizer.step()
         losses.append(loss.detach().cpu().item())
     return losses
-
-
-@pytest.mark.full
-def test_forty_shapes_stay_within_the_limit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_AMP_PROGRAM_MEMORY", str(LIMIT))
-    monkeypatch.setattr(program_cache, "_LEAST_INSTRUCTIONS", 16)
-    monkeypatch.setattr(program_cache, "_instruction_limit", 16)
-    before = executables()
-    with counted() as counts:
-        losses = train(device, range(1, 41))
-    programs = execute.programs()
-    assert counts.compilations >= 40
-    assert counts.programs_dropped >= 30
-    assert 1 <= len(programs) <= LIMIT // program_cache.BASE
-    assert sum(program.size for program in programs) <= LIMIT
-    assert xla_amp.metrics()["program_bytes"] <= LIMIT
-    assert executables() - before <= len(programs) + 1
-    # Twice what the programs use, at most: the interned instructions of dropped programs are gone.
-    used = {node.instruction.id for program in compiler.alive for node in nodes(program.key.code)}
-    assert len(graph.instructions) <= 3 * len(used) + 64
-    shapes = {key[0] for key in list(graph._specs)}
-    assert (7, 4) not in shapes
-    assert (40, 4) in shapes
-    torch.testing.assert_close(losses, train(torch.device("cpu"), range(1, 41)), rtol=1e-5, atol=1e-6)
 
 
 def test_traces_of_jaxs_own_functions_are_dropped(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
-import sys
 import time
 
 import pytest
@@ -14,8 +14,8 @@ from xla_amp.lazy.programs import executables
 tqdm = pytest.importorskip("tqdm")
 
 
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executables, "QUIET", 0.05)
 
 
@@ -25,6 +25,7 @@ def compile_for(seconds: float, *, stores: bool = True) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("soon")
 def test_a_long_compilation_says_what_and_how_long(caplog: pytest.LogCaptureFixture) -> None:
     compile_for(0.5)
     first, last = caplog.records
@@ -36,12 +37,12 @@ def test_a_long_compilation_says_what_and_how_long(caplog: pytest.LogCaptureFixt
     assert caplog.messages[0] == "compiling 3,117 operations, from train.py:212"
 
 
-def test_a_short_one_says_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executables, "QUIET", 5.0)
+def test_a_short_one_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     compile_for(0.0)
     assert caplog.records == []
 
 
+@pytest.mark.usefixtures("soon")
 def test_it_can_be_silenced(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     with caplog.at_level(logging.ERROR, logger="xla_amp"):
         compile_for(0.3)
@@ -50,14 +51,14 @@ def test_it_can_be_silenced(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
     assert caplog.records == []
 
 
-def test_it_is_not_in_the_line_of_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("soon")
+def test_it_is_not_in_the_line_of_a_progress_bar() -> None:
     stderr = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stderr)
     handler = logging.StreamHandler(stderr)
     log = logging.getLogger("xla_amp")
     log.addHandler(handler)
     try:
-        with tqdm.tqdm(total=10, desc="steps", file=stderr) as bar:
+        with contextlib.redirect_stderr(stderr), tqdm.tqdm(total=10, desc="steps", file=stderr) as bar:
             bar.update(3)
             compile_for(0.5)
     finally:

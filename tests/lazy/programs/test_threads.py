@@ -57,19 +57,6 @@ def test_an_error_in_a_thread_is_seen(device: torch.device) -> None:
         together(fails, lambda: None)
 
 
-def test_threads_that_record_and_read(device: torch.device) -> None:
-    def work(k: int) -> None:
-        x = torch.full((4,), float(k), device=device)
-        for i in range(60):
-            y = (x + i) * 2
-            x = y - y + x
-            if i % 7 == 0:
-                assert y.sum().item() == 8 * (k + i)
-        assert x.tolist() == [k] * 4
-
-    together(*[lambda k=k: work(k) for k in range(4)])
-
-
 def test_one_thread_cuts_while_another_records(device: torch.device) -> None:
     done = threading.Event()
 
@@ -169,15 +156,6 @@ def test_uploads_of_new_shapes_beside_new_operations(device: torch.device) -> No
 
     together(*[lambda r=r: load(r) for r in range(5, 8)], compute)
     assert [instruction.id for instruction in trace.instructions.values()] == list(trace.instructions)
-    specs = list(trace._specs.values())
-    assert len({(spec.shape, spec.dtype) for spec in specs}) == len(set(specs))
-
-
-def test_a_backward_pass_in_another_thread(device: torch.device) -> None:
-    x = torch.arange(3.0).to(device).requires_grad_()
-    y = (x * x).sum()
-    together(y.backward)
-    assert x.grad.tolist() == [0, 2, 4]
 
 
 def test_hooks_run_in_autograds_thread(device: torch.device) -> None:
@@ -230,31 +208,3 @@ def test_waiting_does_not_hold_the_tape(device: torch.device) -> None:
     waiting.join()
     assert array_behind(x).is_ready()
     assert y.tolist() == [2, 2, 2]
-
-
-@pytest.mark.full
-def test_two_threads_wait_at_the_same_time(device: torch.device) -> None:
-    _slow(device).sum().item()
-    x = _slow(device)
-    ready: list[bool] = []
-
-    def wait() -> None:
-        engine.sync(wait=True)
-        ready.append(array_behind(x).is_ready())
-
-    together(wait, wait)
-    assert ready == [True, True]
-
-
-def test_seeds_of_threads_do_not_tear(device: torch.device) -> None:
-    def work() -> None:
-        for _ in range(30):
-            state = engine.get_rng_state()
-            torch.randn(2, device=device)
-            engine.set_rng_state(state)
-
-    together(work, work)
-    torch.manual_seed(0)
-    a = torch.randn(3, device=device).tolist()
-    torch.manual_seed(0)
-    assert torch.randn(3, device=device).tolist() == a
