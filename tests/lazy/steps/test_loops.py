@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from xla_amp import lazy as engine
-from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.steps import loops
 from xla_amp.testing import Counts
@@ -145,20 +144,6 @@ def four_steady(step: Callable[[], None]) -> Counts:
     return counts
 
 
-def test_an_accumulated_gradient_is_one_program(device: torch.device) -> None:
-    model = network(22).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        for x, _ in batches(8):
-            model(x.to(device)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    counts = four_steady(step)
-    assert (counts.executions, counts.compilations, counts.host_syncs) == (4, 0, 0)
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -219,23 +204,6 @@ def test_a_teacher_without_gradients_is_part_of_the_step(device: torch.device) -
     assert (counts.executions, counts.compilations) == (4, 0)
 
 
-def test_a_captured_step_is_not_cut(device: torch.device) -> None:
-    import xla_amp
-
-    weight = torch.ones(3, 3).to(device)
-
-    @xla_amp.compile
-    def step(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(40):
-            x = x @ weight * 0.25
-        return x
-
-    for _ in range(5):
-        step(torch.ones(2, 3).to(device))
-    assert step.replays >= 2
-    assert not step.reasons
-
-
 def test_a_loop_inside_a_transform(device: torch.device) -> None:
     def power(x: torch.Tensor) -> torch.Tensor:
         for _ in range(40):
@@ -256,16 +224,6 @@ def test_ending_a_step_is_asynchronous(device: torch.device) -> None:
     assert counts.host_syncs == counts.device_to_host == 0
 
 
-def test_the_whole_size_is_bounded_without_a_loop(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "most", 60)
-    x = torch.ones(70).to(device)
-    with counted() as counts:
-        for size in range(69, 0, -1):
-            x = x[:size] + 1
-    assert counts.executions >= 1
-    assert x.tolist() == [70.0]
-
-
 def test_memory_that_may_not_be_reused_makes_no_other_program(device: torch.device) -> None:
     model = network(23).to(device)
     with torch.no_grad(), counted() as counts:
@@ -275,16 +233,3 @@ def test_memory_that_may_not_be_reused_makes_no_other_program(device: torch.devi
         model(batches(1)[0][0].to(device)).sum().item()  # the batch is not
     assert counts.compilations == 1
     assert execute.programs()
-
-
-def test_an_operation_that_was_removed_is_none_that_repeats(device: torch.device) -> None:
-    x = torch.ones(3).to(device)
-    for size in range(1, 40):
-        x = torch.cat([x, x[:size]])  # each operation is another one
-    with trace.lock, counted() as counts:
-        start = trace.position()
-        x = x + 1
-        trace.truncate(start)
-        x = x + 2
-        trace.truncate(start)
-    assert counts.executions == 0

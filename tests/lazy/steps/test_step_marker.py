@@ -265,7 +265,7 @@ def test_memory_does_not_grow(device: torch.device, name: str) -> None:
     assert min(grown) < 8 << 20
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.full
 def test_memory_that_grows_is_seen(device: torch.device) -> None:
     """The twin of the test above: what a loop keeps, shows."""
     body = LOOPS["zero_grad_after"][0]()

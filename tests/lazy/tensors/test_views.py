@@ -11,7 +11,6 @@ from harness import array_behind, assert_same
 
 from xla_amp import lazy as engine
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.testing import counts as counted
 
 
 def numbers(*shape: int, where: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -30,12 +29,6 @@ def program(function: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 # ---- reading through views -------------------------------------------------------------------------------------------
-
-
-@program
-def chain_of_views(where: str) -> Any:
-    x = numbers(4, 6, 5, where=where)
-    return x[1:3, ::2].transpose(0, 2)[..., -1].unsqueeze(1).expand(5, 3, 3).flip(0)
 
 
 @program
@@ -90,14 +83,6 @@ def parts_of_complex_numbers(where: str) -> Any:
 
 
 @program
-def write_a_diagonal(where: str) -> Any:
-    x = numbers(4, 5, where=where)
-    x.diagonal(1).zero_()
-    x.diagonal().copy_(torch.full((4,), 9.0).to(where))
-    return x
-
-
-@program
 def setitem_forms(where: str) -> Any:
     x = numbers(4, 5, where=where)
     x[0] = 1
@@ -106,14 +91,6 @@ def setitem_forms(where: str) -> Any:
     x[..., 4] = x[:, 0] * 2
     x[3][0] = 77
     x[:] = x + 1
-    return x
-
-
-@program
-def copy_between_overlapping_slices(where: str) -> Any:
-    x = numbers(8, where=where)
-    x[1:] = x[:-1].clone()
-    x[:4].copy_(x[4:])
     return x
 
 
@@ -127,22 +104,7 @@ def copy_converts_and_broadcasts(where: str) -> Any:
     return x, y
 
 
-@program
-def fill_of_an_expanded_tensor(where: str) -> Any:
-    x = numbers(3, where=where)
-    x[:1].expand(4).fill_(8)
-    return x
-
-
 # ---- who shares with whom --------------------------------------------------------------------------------------------
-
-
-@program
-def contiguous_shares_or_copies(where: str) -> Any:
-    x = numbers(2, 3, where=where)
-    same, copied = x.contiguous(), x.t().contiguous()
-    x.zero_()
-    return same, copied
 
 
 @program
@@ -204,12 +166,6 @@ def resize_keeps_what_was_there(where: str) -> Any:
 
 
 @program
-def resize_as(where: str) -> Any:
-    a = numbers(6, where=where)
-    return a.resize_as_(torch.zeros(2, 2, device=where))
-
-
-@program
 def out_variants(where: str) -> Any:
     x, y = numbers(4, where=where), numbers(4, where=where) + 1
     whole, part, empty = torch.zeros(4).to(where), torch.zeros(2, 8).to(where), torch.empty(0, device=where)
@@ -237,15 +193,6 @@ def in_place_forms(where: str) -> Any:
 
 
 @program
-def write_from_itself(where: str) -> Any:
-    x = numbers(3, 3, where=where)
-    x.copy_(x.t().clone())
-    x.add_(x)
-    x[0].add_(x[1])
-    return x
-
-
-@program
 def autograd_through_writes(where: str) -> Any:
     w = torch.ones(4, 4).to(where).requires_grad_()
     y = w * 2
@@ -268,25 +215,6 @@ def gradient_of_views(where: str) -> Any:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_same_as_the_cpu(device: torch.device, name: str) -> None:
     assert_same(PROGRAMS[name])
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_same_as_the_cpu_when_every_operation_is_cut(
-    device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A view then reads an array instead of a value of the same trace."""
-    monkeypatch.setattr(trace, "most", 0)
-    monkeypatch.setattr(trace, "limit", 0)
-    assert_same(PROGRAMS[name])
-
-
-def test_a_limit_of_none_cuts_every_operation(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin of the test above: it does flush in between."""
-    monkeypatch.setattr(trace, "most", 0)
-    monkeypatch.setattr(trace, "limit", 0)
-    with counted() as counts:
-        assert_same(PROGRAMS["write_from_itself"])
-    assert counts.executions == 4
 
 
 def test_the_comparison_can_fail(device: torch.device) -> None:
