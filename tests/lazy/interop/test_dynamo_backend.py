@@ -217,20 +217,12 @@ def test_casts_follow_the_rules_of_each_call(device):
             assert casts(device, run) is torch.float32
 
 
-@pytest.mark.parametrize(
-    "where", ["decorator", "nested", "made outside", "made by a method", "twice", "torch's", "cpu"]
-)
+@pytest.mark.parametrize("where", ["decorator", "nested", "made by a method", "twice", "torch's"])
 def test_regions_inside(device, where):
-    kind = "cpu" if where == "cpu" else device
-    model, x = nn.Linear(4, 4).to(kind), torch.ones(2, 4, device=kind)
-    outside = xla_amp.autocast(device)
+    model, x = nn.Linear(4, 4).to(device), torch.ones(2, 4, device=device)
 
     def nested(x):
         with xla_amp.autocast(device), xla_amp.autocast(device, enabled=False):
-            return model(x)
-
-    def made_outside(x):
-        with outside:
             return model(x)
 
     class Net(nn.Module):
@@ -251,23 +243,17 @@ def test_regions_inside(device, where):
             return y @ y.mT
 
     def of_torch(x):
-        with torch.autocast(device.type, torch.float16):
-            return model(x)
-
-    def on_cpu(x):
-        with xla_amp.autocast("cpu"):
+        with torch.autocast("xla", torch.float16):
             return model(x)
 
     function, expected = {
         "decorator": (xla_amp.autocast(device)(lambda x: model(x)), torch.bfloat16),
         "nested": (nested, torch.float32),
-        "made outside": (made_outside, torch.bfloat16),
         "made by a method": (Net(), torch.float16),
         "twice": (twice, torch.bfloat16),
         "torch's": (of_torch, torch.float16),
-        "cpu": (on_cpu, torch.bfloat16),
     }[where]
-    run = torch.compile(function, backend="aot_eager") if where == "cpu" else compiled(function, where == "torch's")
+    run = compiled(function, where == "torch's")
     for _ in range(2):
         assert run(x).dtype is function(x).dtype is expected
     assert not torch.is_autocast_enabled(x.device.type)

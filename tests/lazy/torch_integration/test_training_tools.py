@@ -12,9 +12,7 @@ from harness import assert_same
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, parametrizations
 from torch.optim import swa_utils
-from torch.utils import checkpoint
 
-from xla_amp import lazy as engine
 from xla_amp.testing import counts as counted
 
 PROGRAMS: dict[str, Callable[[str], Any]] = {}
@@ -131,24 +129,6 @@ def parametrized_weights(where: str) -> Any:
     return losses, list(model.parameters()), square.weight @ square.weight.t()
 
 
-def _checkpointed(where: str, run: Callable[[nn.Sequential, torch.Tensor], torch.Tensor]) -> Any:
-    model = network().to(where)
-    x = batch(where).requires_grad_()
-    loss = run(model, x).pow(2).sum()
-    loss.backward()
-    return loss, x.grad, [p.grad for p in model.parameters()]
-
-
-@program
-def checkpoints(where: str) -> Any:
-    return [
-        _checkpointed(where, lambda model, x: checkpoint.checkpoint(model, x, use_reentrant=True)),
-        _checkpointed(where, lambda model, x: checkpoint.checkpoint(model, x, use_reentrant=False)),
-        _checkpointed(where, lambda model, x: checkpoint.checkpoint_sequential(model, 2, x, use_reentrant=False)),
-        _checkpointed(where, lambda model, x: model(x)),
-    ]
-
-
 @program
 def an_ensemble(where: str) -> Any:
     models = [network().to(where) for _ in range(3)]
@@ -162,45 +142,6 @@ def an_ensemble(where: str) -> Any:
     values = torch.func.vmap(loss, in_dims=(0, 0, None))(parameters, buffers, batch(where))
     gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(0, 0, None))(parameters, buffers, batch(where))
     return values, gradients
-
-
-@program
-def gradients_per_sample(where: str) -> Any:
-    model = network().to(where)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-    def loss(parameters: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(model, parameters, (x,)).pow(2).sum()
-
-    return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, batch(where))
-
-
-@program
-def accumulation_over_batches(where: str) -> Any:
-    model = network().to(where)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for index in range(6):
-        (model(batch(where) * (index + 1)).pow(2).mean() / 3).backward()
-        if index % 3 == 2:
-            clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=index > 3)
-    return list(model.parameters())
-
-
-@program
-def a_schedule(where: str) -> Any:
-    model = network().to(where)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
-    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [2])
-    for _ in range(5):
-        optimizer.zero_grad()
-        model(batch(where)).pow(2).sum().backward()
-        optimizer.step()
-        schedule.step()
-    return list(model.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step\\(\\)`:UserWarning")
@@ -220,40 +161,3 @@ def test_clipping_does_not_wait(device: torch.device) -> None:
     with counted() as counts, pytest.raises(RuntimeError, match="non-finite"):
         clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=True)
     assert counts.host_syncs == 1  # this form asks
-
-
-def test_accumulation_is_one_program(device: torch.device) -> None:
-    model = network().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        with counted() as counts:
-            optimizer.zero_grad()
-            for _ in range(3):
-                model(batch("jax")).pow(2).sum().backward()
-            optimizer.step()
-            engine.sync()
-        assert (counts.executions, counts.host_syncs) == (1, 0)
-
-
-def test_an_average_is_part_of_the_step(device: torch.device) -> None:
-    model = network().to(device)
-    average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
-    steps(model, "jax", 2, lambda: average.update_parameters(model))
-    engine.sync()
-    with counted() as counts:
-        average.update_parameters(model)
-        engine.sync()
-    assert counts.host_syncs == 0
-
-
-def test_the_comparison_can_fail(device: torch.device) -> None:
-    """The twin: a learning rate that differs by a thousandth is seen."""
-
-    def program(where: str) -> Any:
-        model = network().to(where)
-        model(batch(where)).pow(2).sum().backward()
-        torch.optim.SGD(model.parameters(), lr=0.1 if where == "cpu" else 0.1001).step()
-        return list(model.parameters())
-
-    with pytest.raises(AssertionError):
-        assert_same(program, rtol=2e-5, atol=2e-6)
