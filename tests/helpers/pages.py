@@ -1,8 +1,9 @@
-"""Read a report's page as a browser would: its elements, what it loads, and its tables."""
+"""Read a report's page as a browser would: its elements, what it loads, and its tables; and a stream for text."""
 
 from __future__ import annotations
 
 import html.parser
+import io
 
 VOID = frozenset({"meta", "input", "br", "link", "img"})
 
@@ -60,3 +61,10 @@ def read(text: str) -> Page:
     assert not any(name in ("src", "href", "srcset", "action") for _, known in page.elements for name in known)
     assert "http" not in text.replace("http-equiv", "")
     return page
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_amp.errors import FileError, ModuleError
-from xla_amp.stablehlo import execution, ir, samples
+from xla_amp.stablehlo import ir, samples
 from xla_amp.stablehlo.passes.autocast import autocast
 from xla_amp.tools.inspect import comparison
 
@@ -85,38 +85,6 @@ def test_overflow_in_the_low_program_is_counted():
     compared = comparison.compare(module_of(lambda x, w: (x * x) @ w, big, W), module_of(half, big, W), [big, W])
     assert compared.outputs[0].error.nonfinite == 32
     assert not compared.agrees()
-
-
-def calls(levels):
-    """Each function calls the next one twice: 2^levels products, and as many functions as levels."""
-    kind = "tensor<4x4xf32>"
-    functions = [
-        f"""func.func private @f{level}(%x: {kind}) -> {kind} {{
-          %a = call @f{level + 1}(%x) : ({kind}) -> {kind}
-          %b = call @f{level + 1}(%a) : ({kind}) -> {kind}
-          return %b : {kind} }}"""
-        for level in range(levels)
-    ]
-    last = (
-        f"func.func private @f{levels}(%x: {kind}) -> {kind} {{ %y = stablehlo.tanh %x : {kind} return %y : {kind} }}"
-    )
-    main = (
-        f"func.func public @main(%x: {kind}) -> {kind} {{ %y = call @f0(%x) : ({kind}) -> {kind} return %y : {kind} }}"
-    )
-    return "\n".join([main, *functions, last])
-
-
-def test_calls_are_not_inlined(monkeypatch):
-    """Eight levels of two calls each: 9 functions of 3 operations, where inlined they are 256."""
-    sizes, run = [], execution.run
-
-    def counted(module, *given):
-        sizes.append(sum(1 for _ in ir.operations(module.operation)))
-        return run(module, *given)
-
-    monkeypatch.setattr(execution, "run", counted)
-    assert comparison.compare(calls(8), calls(8)).agrees()
-    assert max(sizes) < 50
 
 
 def nested(depth):

@@ -84,20 +84,3 @@ def test_a_program_without_a_result_is_an_error(tmp_path, capsys):
     (tmp_path / "a.mlir").write_text(text)
     assert cli.main(["compare", str(tmp_path / "a.mlir"), str(tmp_path / "a.mlir")]) == 1
     assert "give no result" in capsys.readouterr().err
-
-
-TRANSPOSED = """
-func.func @main(%x: tensor<4x8x16xbf16>, %w: tensor<16x50xbf16>) -> tensor<50x16xf32> {
-  %l = stablehlo.dot_general %x, %w, contracting_dims = [2] x [0]
-    : (tensor<4x8x16xbf16>, tensor<16x50xbf16>) -> tensor<4x8x50xbf16>
-  %g = stablehlo.dot_general %x, %l, contracting_dims = [0, 1] x [0, 1]
-    : (tensor<4x8x16xbf16>, tensor<4x8x50xbf16>) -> tensor<16x50xf32>
-  %t = stablehlo.transpose %g, dims = [1, 0] : (tensor<16x50xf32>) -> tensor<50x16xf32>
-  return %t : tensor<50x16xf32>
-}
-"""
-
-
-def test_a_product_that_xla_cannot_run_is_compared():
-    assert compare(TRANSPOSED, TRANSPOSED).agrees()
-    assert compare(TRANSPOSED, autocast(TRANSPOSED)).agrees()

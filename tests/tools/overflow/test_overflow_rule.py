@@ -64,27 +64,35 @@ def test_what_is_made(function, made):
     assert xla_amp.jax.find_overflow(jax.jit(function), X).first.made == made
 
 
-def returns_nothing():
-    torch.from_numpy(GIVEN).mul(2)
+def given(x):
+    return torch.from_numpy(GIVEN).to(x.device)
 
 
-T = torch.ones(4, 8)
+def returns_nothing(x):
+    given(x).mul(2)
+
+
+# (step on ones, what is passed on into a result, what is made)
 TORCH = {
-    "mask": (lambda: torch.softmax(T.masked_fill(torch.arange(8) > 4, -INF), -1), "", ""),
-    "a NaN that is not chosen": (lambda: torch.where(T > 0, T, torch.full_like(T, NAN)), "", ""),
-    "a tensor of it": (lambda: torch.where(T > 0, T, torch.tensor(NAN) * T), "", ""),
-    "a constant": (lambda: T + torch.full_like(T, NAN), "nan", ""),
-    "an argument": (lambda: torch.from_numpy(GIVEN) * 2, "nan", ""),
-    "an argument that is replaced": (lambda: torch.nan_to_num(torch.from_numpy(GIVEN) * 2), "", ""),
+    "mask": (lambda x: torch.softmax(x.masked_fill(torch.arange(8, device=x.device) > 4, -INF), -1), "", ""),
+    "masked rows": (lambda x: torch.softmax(torch.full_like(x, -INF), -1), "", "nan"),
+    "a NaN that is not chosen": (lambda x: torch.where(x > 0, x, torch.full_like(x, NAN)), "", ""),
+    "a tensor of it": (lambda x: torch.where(x > 0, x, torch.tensor(NAN) * x), "", ""),
+    "a constant": (lambda x: x + torch.full_like(x, NAN), "nan", ""),
+    "an infinity that is clamped": (lambda x: torch.full_like(x, INF).clamp(max=1.0), "", ""),
+    "memory that is written": (lambda x: torch.empty_like(x).fill_(1.0) + x, "", ""),
+    "an argument": (lambda x: given(x) * 2, "nan", ""),
+    "an argument that is replaced": (lambda x: torch.nan_to_num(given(x) * 2), "", ""),
     "nothing is returned": (returns_nothing, "nan", ""),
-    "log": (lambda: (-T).log(), "", "nan"),
-    "not in the result": (lambda: torch.where(T > 2, (T - 1).log(), 0.0), "", "inf"),
-    "of an infinity": (lambda: (T - 1) * INF, "", "nan"),
+    "log": (lambda x: (-x).log(), "", "nan"),
+    "exp": (lambda x: torch.exp(x * 1e4), "", "inf"),
+    "not in the result": (lambda x: torch.where(x > 2, (x - 1).log(), 0.0), "", "inf"),
+    "of an infinity": (lambda x: (x - 1) * INF, "", "nan"),
 }
 
 
 @pytest.mark.parametrize(("step", "passed_on", "made"), TORCH.values(), ids=TORCH)
-def test_in_torch(step, passed_on, made):
-    report = xla_amp.find_overflow(step)
+def test_in_torch(device, step, passed_on, made):
+    report = xla_amp.find_overflow(step, torch.ones(4, 8, device=device))
     assert (report.first.made if report.first else "") == made
     assert (report.passed_on.made if report.passed_on else "") == passed_on
