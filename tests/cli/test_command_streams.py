@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pages
 import pytest
 
 from xla_amp import cli
@@ -49,13 +51,6 @@ def test_a_program_passes_through_a_pipe_and_the_report_goes_to_standard_error(f
     assert b"bf16" in done.stdout
 
 
-@pytest.mark.full  # another process
-def test_quiet_prints_nothing_but_the_program(folder):
-    done = call(folder, "convert", "net.mlir", "-o", "-", "--format", "bytecode", "--quiet")
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert io.read(done.stdout).format == "bytecode"
-
-
 @pytest.fixture
 def run(call_cli, folder, monkeypatch):
     monkeypatch.chdir(folder)
@@ -82,10 +77,10 @@ def test_standard_input_is_one_program(run):
     assert run("compare", "-", "-") == (2, "", message)
 
 
-def test_bytes_are_not_for_a_terminal(run, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    status, out, err = run("convert", "net.mlir", "-o", "-", "--format", "bytecode")
-    assert (status, out) == (2, "")
+def test_bytes_are_not_for_a_terminal(run):
+    with contextlib.redirect_stdout(pages.Terminal()) as out:
+        status, _, err = run("convert", "net.mlir", "-o", "-", "--format", "bytecode")
+    assert (status, out.getvalue()) == (2, "")
     assert "-o -: bytecode is not for a terminal; use --format text" in err
 
 
@@ -123,12 +118,10 @@ def test_a_long_command_says_what_it_does(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_gets_a_bar_that_leaves_it(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "QUIET", 0.0)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+def test_a_terminal_gets_a_bar_that_leaves_it(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    with progress.shown("convert"):
+    with contextlib.redirect_stderr(pages.Terminal()) as shown, progress.shown("convert"):
         progress.tell("searching", 1, 2)
-        time.sleep(0.5)
-    assert "convert: searching" in capsys.readouterr().err
+        time.sleep(progress.QUIET + 0.5)
+    assert "convert: searching" in shown.getvalue()

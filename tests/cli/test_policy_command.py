@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,26 +85,15 @@ def test_check_of_good_files(run, tmp_path):
 # text of the file, where the error is, what it must say about the fix
 MALFORMED = [
     ("[[rule]\n", ":", "not TOML.*line 1"),
-    ('extends = "tpu"\n[rule]\ncast = "low"\n', ":", r"\[\[rule\]\], with two brackets"),
-    ('extends = "tup"\n', ":", "expected one of .*tpu"),
-    ('extends = "tpu"\nlow = "bf16"\n', ":", "one of bfloat16, float16"),
     ('extends = "tpu"\ncolour = "red"\n', ":", "unknown header key 'colour'.*Legal"),
     (GOOD.replace("softmax", "sofmax"), ":3 (rule 1):", "nearest: softmax"),
     (GOOD.replace('"low"', '"bf16"'), ":3 (rule 1):", "did you mean 'low'"),
-    (GOOD.replace("cast", "kast"), ":3 (rule 1):", "did you mean 'cast'"),
-    (GOOD.replace('cast = "low"', ""), ":3 (rule 1):", "cast missing; a row has operations, cast"),
-    (GOOD.replace('["softmax"]', '"softmax"'), ":3 (rule 1):", r"list of names, e\.g\. \[\"softmax\"\]"),
-    (GOOD.replace("softmax", "add_"), ":3 (rule 1):", "e.g. 'add'"),
-    (GOOD.replace("softmax", "view"), ":3 (rule 1):", "Name the operation that computes"),
-    (GOOD.replace("softmax", "class:losses"), ":3 (rule 1):", "did you mean 'class:loss'"),
-    (GOOD.replace("softmax", "module:"), ":3 (rule 1):", "write its path"),
     (GOOD + GOOD.partition("\n\n")[2], ":6 (rule 2):", "other row is .*:3 .rule 1.. Keep one of them"),
     (
         GOOD + '[[rule]]\noperations = ["soft*"]\ncast = "fp32"\n',
         "operation 'softmax.int'",
         "exception in a later layer",
     ),
-    ('dtypes = ["bfloat16"]\n', ":", "add low ="),
 ]
 
 
@@ -116,7 +106,7 @@ def test_check_of_a_malformed_file_is_one_line_that_names_place_and_fix(run, tmp
     assert out.count("\n") == 1
     assert place in out
     assert str(file) in out
-    assert pytest.importorskip("re").search(fix, out), out
+    assert re.search(fix, out), out
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import pytest
 
 from xla_amp.cli import target_error
 from xla_amp.common import units
-from xla_amp.errors import ModuleError, RuleWarning
+from xla_amp.errors import RuleWarning
 from xla_amp.stablehlo import io
 from xla_amp.stablehlo.passes.autocast import settings
-from xla_amp.tools.inspect import comparison, conversion
+from xla_amp.tools.inspect import conversion
 
 RNG = np.random.default_rng(0)
 X, W = (scale * RNG.standard_normal((16, 16)).astype(np.float32) for scale in (np.float32(1), np.float32(0.25)))
@@ -82,13 +82,14 @@ def test_a_target_that_cannot_be_met_writes_nothing_and_has_its_own_status(run, 
     assert not (tmp_path / "low.mlir").exists()
 
 
-def test_a_program_that_xla_cannot_run_is_converted_all_the_same(run, tmp_path, monkeypatch):
-    def refused(*_: object, **__: object) -> None:
-        raise ModuleError("XLA cannot compile it")
-
-    monkeypatch.setattr(comparison.Runs, "__call__", refused)
+def test_a_program_that_xla_cannot_run_is_converted_all_the_same(run, tmp_path):
+    kind = "tensor<16x16xf32>"
+    (tmp_path / "sub.mlir").write_text(f"""func.func @main(%x: {kind}, %w: {kind}) -> {kind} {{
+      %y = stablehlo.custom_call @mine(%x, %w) : ({kind}, {kind}) -> {kind}
+      return %y : {kind} }}""")
     status, _, err = run("--inputs", "s.npz")
-    assert (status, err) == (0, "xla-amp: warning: the achieved error was not measured: XLA cannot compile it\n")
+    assert status == 0
+    assert err.startswith("xla-amp: warning: the achieved error was not measured: ")
     assert (tmp_path / "low.mlir").exists()
 
 
