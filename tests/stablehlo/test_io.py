@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import stat
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +15,9 @@ import pytest
 from jax import export
 
 from xla_amp.errors import FileError, ModuleError
-from xla_amp.stablehlo import execution, guard, io, ir
+from xla_amp.stablehlo import execution, io, ir
 from xla_amp.stablehlo.passes.autocast import autocast
-from xla_amp.stablehlo.program import FORMATS, Format, Program, artifact, detect, dump
+from xla_amp.stablehlo.program import FORMATS, Format, Program, detect, dump
 from xla_amp.stablehlo.workers import Worker, WorkerEndedError
 
 X, W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
@@ -130,35 +129,24 @@ def test_damage_is_one_clear_error(data, message):
     assert len(str(raised.value)) < 1000
 
 
-def test_reading_goes_on_after_a_reader_that_died(module, monkeypatch):
-    def die(*_: object, **__: object) -> dict[str, object]:
-        raise WorkerEndedError("signal 11, it printed last:\nmany lines")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Worker, "ask", die)
-        with pytest.raises(ModuleError, match=r"crashed or did not end \(signal 11\)"):
-            io.read(in_format(module, "bytecode"))
-    assert io.read(in_format(module, "bytecode")).format == "bytecode"
-
-
-def test_a_reader_that_never_ends_is_stopped(monkeypatch):
-    command, popen = [sys.executable, "-c", "import time; time.sleep(60)"], subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda _, **rest: popen(command, **rest))
-    worker = Worker("any")
+def test_a_reader_that_never_ends_is_stopped(tmp_path, monkeypatch):
+    (tmp_path / "sleeper.py").write_text("import time; time.sleep(60)")
+    monkeypatch.syspath_prepend(tmp_path)
+    worker = Worker("sleeper")
     with pytest.raises(WorkerEndedError, match="no answer in 1 s"):
         worker.ask({}, b"", timeout=1)
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(module, tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(module, tmp_path):
     target = tmp_path / "module.mlir"
     target.write_text("old")
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(FileError, match=r"writing .*module\.mlir: No space left on device"):
-        io.save(module, target)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(FileError, match=r"writing .*module\.mlir: File too large"):
+            io.save(module, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert target.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["module.mlir"]
 
@@ -228,40 +216,6 @@ def test_what_would_end_the_process_is_an_error(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_writer_of_artifacts_that_dies_is_an_error(monkeypatch):
-    guard.guard.close()
-    monkeypatch.setattr(guard, "Worker", lambda module: Worker("xla_amp_no_such_worker"))
-    with pytest.raises(ModuleError, match=r"no portable artifact: its writer crashed or did not end \(exit status 1"):
-        artifact(ir.parse(PLAIN))
-    monkeypatch.undo()
-    assert artifact(ir.parse(PLAIN)).startswith(ir.BYTECODE_MAGIC)
-
-
-@pytest.mark.parametrize(
-    ("body", "problem"),
-    [
-        ("%c = stablehlo.constant dense_resource<__elided__> : tensor<512xf32>", "large constants were left out"),
-        ("%c = call @f(%x) : (tensor<512xf32>) -> tensor<512xf32>", "call themselves.*: f -> g -> f"),
-    ],
-)
-def test_what_no_program_can_be_is_refused_in_one_line(body: str, problem: str) -> None:
-    text = f"""
-    func.func @main(%x: tensor<512xf32>) -> tensor<512xf32> {{
-      {body}
-      return %c : tensor<512xf32>
-    }}"""
-    if "@f" in body:
-        for name, other in ("fg", "gf"):
-            text += f"""
-    func.func private @{name}(%x: tensor<512xf32>) -> tensor<512xf32> {{
-      %c = call @{other}(%x) : (tensor<512xf32>) -> tensor<512xf32>
-      return %c : tensor<512xf32>
-    }}"""
-    with pytest.raises(ModuleError, match=problem) as raised:
-        autocast(text)
-    assert "\n" not in str(raised.value)
-
-
 def test_bytecode_without_its_values_is_refused() -> None:
     with ir.new_context() as context:
         constant = "stablehlo.constant dense_resource<__elided__> : tensor<9xf32>"
@@ -269,11 +223,3 @@ def test_bytecode_without_its_values_is_refused() -> None:
         data = ir.bytecode(ir.mlir().Module.parse(text, context))
     with pytest.raises(ModuleError, match="large constants were left out"):
         ir.parse(data)
-
-
-def test_a_name_that_is_not_utf8_is_no_damage() -> None:
-    text = r"""
-    func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> { return %x : tensor<4xf32> }
-    func.func private @"\FF"(%x: tensor<4xf32>) -> tensor<4xf32> { return %x : tensor<4xf32> }"""
-    with pytest.raises(ModuleError, match=r"^file: a name in it is not UTF-8.*; rename it$"):
-        io.read(text.encode(), "file")

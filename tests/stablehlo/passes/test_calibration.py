@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax import lax
 
-from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import autocast, ir
 from xla_amp.stablehlo.passes.autocast import Converted
 
@@ -98,11 +97,3 @@ def test_the_worst_of_several_samples_counts() -> None:
 
 def test_nothing_is_kept_in_bfloat16_where_only_float16_overflows() -> None:
     assert kept(autocast(lowered(plain, X), sample_inputs=(LOUD,))) == []
-
-
-def test_samples_that_do_not_fit() -> None:
-    program = lowered(plain, X)
-    with pytest.raises(ModuleError, match=r"it takes 1 arguments \(f32\[4,8\]\), the samples are 2 arrays"):
-        autocast(program, sample_inputs=(X, X))
-    with pytest.raises(ModuleError, match=r"argument 0: expected f32\[4,8\], the sample is complex128\[4, 8\]"):
-        autocast(program, sample_inputs=(X.astype(complex),))

@@ -1,17 +1,16 @@
-"""Whole programs: each converts, verifies, compiles, runs, and agrees with the float32 program."""
+"""Whole programs: each converts, verifies, compiles, runs, and agrees with the float32 program, with few casts."""
 
 from __future__ import annotations
 
 import checks
 import corpus
+import jax
 import module_runs
 import numpy as np
 import pytest
 
+from xla_amp.jax import autocast as jax_autocast
 from xla_amp.stablehlo import autocast, ir
-
-INTERPRETED = 20
-"""Smallest number of corpus programs that the reference interpreter can run."""
 
 
 @pytest.mark.parametrize("name", corpus.CASES)
@@ -26,6 +25,12 @@ def test_program(name: str) -> None:
     assert len(checks.wide_contractions(converted.module)) == case.asked
     assert len(checks.contractions(converted.module)) >= case.contractions
     assert list(checks.low_denied(converted.module, "tpu")) == []
+
+    theirs = jax.jit(jax_autocast(case.function), keep_unused=True).lower(*case.arguments)
+    count = checks.casts(theirs.compiler_ir("stablehlo"))
+    assert count > 0
+    # On the CPU each product of the JAX front gives float32, so that a cast of its result belongs to the product.
+    assert checks.casts(converted.module) <= max(1.1 * count, count + 1)
 
     arguments = corpus.arrays(case)
     expected = module_runs.run(ir.copy(given), arguments)
@@ -53,19 +58,6 @@ def test_float16_by_the_rules_for_gpu(name: str) -> None:
     assert list(checks.low_denied(converted.module, "gpu", "f16")) == []
     expected = module_runs.run(ir.copy(corpus.lowered(case).compiler_ir("stablehlo")), corpus.arrays(case))
     assert checks.error(module_runs.run(converted.module, corpus.arrays(case)), expected) < case.tolerance / 4
-
-
-def test_interpreter_is_an_oracle_for_most() -> None:
-    modules = [corpus.lowered(case).compiler_ir("stablehlo") for case in corpus.CASES.values()]
-    assert sum(not module_runs.uninterpretable(module) for module in modules) >= INTERPRETED
-
-
-def test_again_changes_nothing() -> None:
-    converted = autocast(corpus.lowered(corpus.CASES["block step"]))
-    again = autocast(converted)
-    assert again.report.casts == {}
-    assert checks.casts(again.module) == checks.casts(converted.module)
-    assert len(again.text().splitlines()) == len(converted.text().splitlines())
 
 
 def test_results_are_those_of_the_types_it_says() -> None:

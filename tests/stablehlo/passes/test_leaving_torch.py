@@ -60,17 +60,6 @@ def gpt2() -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
     return GPT2LMHeadModel(config), (tokens, tokens), lambda m, x, y: m(x, labels=y).loss
 
 
-def bert() -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        num_hidden_layers=2, num_attention_heads=2, hidden_size=32, intermediate_size=64, vocab_size=50,
-        max_position_embeddings=16, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
-    )  # fmt: skip
-    tokens = torch.randint(50, (2, 8))
-    return BertForMaskedLM(config), (tokens, tokens), lambda m, x, y: m(x, labels=y).loss
-
-
 def exported_step(make: Any, device: torch.device, *, low: bool = False) -> Exported:
     torch.manual_seed(0)
     model, data, loss_of = make()
@@ -89,10 +78,10 @@ def exported_step(make: Any, device: torch.device, *, low: bool = False) -> Expo
 
 
 # Gradients before a batch norm are small differences of large ones, and a relu or a largest pixel flips here and there.
-MODELS = [(resnet, 17, 0.15), (gpt2, 30, 0.05), (bert, 40, 0.05)]
+MODELS = [(resnet, 17, 0.15), (gpt2, 30, 0.05)]
 
 
-@pytest.mark.parametrize(("make", "contractions", "tolerance"), MODELS, ids=["resnet", "gpt2", "bert"])
+@pytest.mark.parametrize(("make", "contractions", "tolerance"), MODELS, ids=["resnet", "gpt2"])
 def test_step_of_a_model(make: Any, contractions: int, tolerance: float, device: torch.device) -> None:
     program = exported_step(make, device)
     names = [value.name for value in program.inputs]
@@ -111,7 +100,7 @@ def test_step_of_a_model(make: Any, contractions: int, tolerance: float, device:
     expected = [np.asarray(each) for each in program.call()]
     with jax.enable_x64(True):
         got = [np.asarray(each) for each in converted.program.exported.call(*given)]
-    # Gradients that cancel to nothing (a bias before a norm, BERT's key bias) have no size to be relative to.
+    # Gradients that cancel to nothing (a bias before a norm) have no size to be relative to.
     sizes = [np.linalg.norm(each.astype(np.float64)) for each in expected]
     some = [i for i, size in enumerate(sizes) if size > 1e-4]
     assert len(some) > 0.8 * len(sizes)

@@ -28,11 +28,6 @@ def gpt2(p, ids):
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], -1).mean()
 
 
-def t5(p, ids):
-    x = jnp.tanh(p["E"][ids] @ p["W"]) * 16**-0.5
-    return jax.nn.logsumexp(jnp.einsum("bsd,vd->bsv", x, p["E"]), -1).mean()
-
-
 def bert(p, ids):
     x = jnp.tanh(p["E"][ids] @ p["W"]).reshape(-1, 16)
     return jax.nn.logsumexp((p["E"] @ x.T).T, -1).mean()
@@ -46,12 +41,9 @@ def update(p, ids):
 
 STEPS = {
     "gpt2": (jax.value_and_grad(gpt2), ({"E": E, "W": W}, IDS)),
-    "t5": (jax.value_and_grad(t5), ({"E": E, "W": W}, IDS)),
     "bert": (jax.value_and_grad(bert), ({"E": E, "W": W}, IDS)),
     "clipped": (update, ({"E": E, "W": W}, IDS)),
     "abs": (lambda x, m: jnp.abs(jnp.fft.rfft(x)) @ m, (jnp.ones((4, 64)), jnp.ones((33, 8)))),
-    "real": (lambda x, m: jnp.real(jnp.fft.rfft(x)) @ m, (jnp.ones((4, 64)), jnp.ones((33, 8)))),
-    "imag": (lambda x, m: jnp.imag(jnp.fft.rfft(x)) @ m, (jnp.ones((4, 64)), jnp.ones((33, 8)))),
 }
 
 
