@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,33 @@ def run(part: Part, dry: bool, environment: dict[str, str], folder: Path) -> dic
     return {"status": status, "seconds": round(time.monotonic() - started), "last": lines[-1] if lines else ""}
 
 
+def run_each(
+    parts: list[Part], folder: Path, now: str, environment: dict[str, str], *, dry: bool, again: bool
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """Runs the parts that have not succeeded at the commit `now`; the results by part, before the first and after each.
+
+    Args:
+        parts: in order; one that fails stops no other.
+        folder: of logs, and of the results of earlier runs.
+        now: the commit.
+        environment: of the parts.
+        dry: whether they run at the smallest sizes.
+        again: also parts that have succeeded.
+    """
+    path = folder / ("dry.json" if dry else "results.json")
+    kept: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    yield kept
+    for part in parts:
+        before = kept.get(part.name, {})
+        if before.get("status") == 0 and before.get("commit") == now and not again:
+            continue
+        print(f"{part.name}: {part.shows}", flush=True)
+        got = kept[part.name] = {**run(part, dry, environment, folder), "commit": now}
+        path.write_text(json.dumps(kept, indent=1))
+        print(f"  {got['status']} after {got['seconds']} s: {got['last']}", flush=True)
+        yield kept
+
+
 def table(parts: list[Part], found: dict[str, Any], results: dict[str, dict[str, Any]]) -> str:
     """The Markdown of `parts`."""
     head = ", ".join(f"{name} {value}" for name, value in found.items())
@@ -201,20 +229,11 @@ def main() -> int:
     environment["JAX_PLATFORMS"] = "cpu" if options.dry_run else PLATFORMS[platform]
     os.environ["JAX_PLATFORMS"] = environment["JAX_PLATFORMS"]
     install()
-    found, now = machine(), commit()
+    found = machine()
     if not options.dry_run and found["platform"] != platform:
         raise SystemExit(f"{name}: JAX's device is {found['chip']!r}; a {platform.upper()} is needed, or --dry-run")
-    path = folder / ("dry.json" if options.dry_run else "results.json")
-    kept: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-    for part in parts:
-        before = kept.get(part.name, {})
-        done = before.get("status") == 0 and before.get("commit") == now
-        if part.name not in wanted or (done and not options.again):
-            continue
-        print(f"{part.name}: {part.shows}", flush=True)
-        got = kept[part.name] = {**run(part, options.dry_run, environment, folder), "commit": now}
-        path.write_text(json.dumps(kept, indent=1))
-        print(f"  {got['status']} after {got['seconds']} s: {got['last']}", flush=True)
+    chosen = [part for part in parts if part.name in wanted]
+    for kept in run_each(chosen, folder, commit(), environment, dry=options.dry_run, again=options.again):
         if not options.dry_run:
             (RESULTS / f"{name}.md").write_text(table(parts, found, kept))
     return int(any(kept[each]["status"] != 0 for each in wanted if each in kept))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import tomllib
 
 import check_versions
@@ -36,17 +34,10 @@ def test_what_pytest_counted(last, want):
     assert check_versions.counts(f"...\n{last}\n") == want
 
 
-@pytest.mark.full
-def test_a_row_with_an_environment_that_is_there(tmp_path, monkeypatch):
-    (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n\ndef test_two():\n    assert False\n")
-    monkeypatch.setattr(check_versions, "FOLDER", tmp_path)
-    monkeypatch.setattr(check_versions, "RESULTS", tmp_path / "versions.json")
-    options = ["--rows", "pinned", "--env", sys.prefix, "--tests", str(tmp_path / "test_one.py")]
-    monkeypatch.setattr(sys, "argv", ["check_versions", *options])
-    assert check_versions.main() == 1
-    (row,) = json.loads((tmp_path / "versions.json").read_text()).values()
-    assert row["counts"] == {"failed": 1, "passed": 1}
-    table = (tmp_path / "versions.md").read_text()
-    assert "| pinned | 3." in table
-    assert "test_two`" in table
+def test_the_table_has_each_row_and_what_failed():
+    versions = {"python": "3.12", "torch": "2.13", "jax": "0.10"}
+    found = {"versions": versions, "counts": {"failed": 1, "passed": 2}, "tests": "one", "failed": ["a.py::test_two"]}
+    table = check_versions.table({"pinned": {**found, "date": "2026-01-01", "commit": "c0ffee"}})
+    assert "| pinned | 3.12 | 2.13 | 0.10 | one | 2 | 1 | 0 | 0 |" in table
+    assert "- pinned: `a.py::test_two`" in table
     assert "| newest | 3.13 | 2.15 | 0.12 | not run |" in table

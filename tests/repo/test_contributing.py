@@ -29,20 +29,3 @@ def test_every_file_and_function_that_is_named_exists(page):
         if name and not re.search(rf"^\s*(def|class) {name}\b", (ROOT / path).read_text(), re.MULTILINE)
     ]
     assert missing == []
-
-
-@pytest.mark.parametrize(
-    ("change", "place"),
-    [
-        ("how a rule of the policy becomes a cast", "xla_amp/pytorch/autocast/casting.py"),
-        ("what ends a step", "xla_amp/lazy/steps/step_marker.py"),
-        ("what restores a step", "xla_amp/backends/step_state.py"),
-        ("a tool for all fronts", "xla_amp/tools"),
-        ("a JAX primitive", "xla_amp/jax/primitives.py"),
-        ("what an operation costs, in FLOP and bytes", "xla_amp/common/costs.py"),
-    ],
-)
-def test_the_table_of_changes_has_one_place_for(change, place):
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    (row,) = re.findall(rf"^\| {re.escape(change)} \| (.*) \|$", page, re.MULTILINE)
-    assert [path for path, _ in NAMED.findall(row)] == [place]

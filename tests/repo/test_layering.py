@@ -79,12 +79,10 @@ def test_fronts_use_the_engine_protocol_only():
     [
         ("xla_amp.pytorch.autocast.casting", "from xla_amp.lazy.ops import codegen", 1),
         ("xla_amp.pytorch.optim.syncfree", "def f():\n    import xla_amp.backends.torch_xla", 1),
-        ("xla_amp.pytorch.optim.syncfree", "from xla_amp import lazy", 1),
         ("xla_amp.jax.autocast", "if TYPE_CHECKING:\n    from xla_amp.lazy.interop import arrays", 1),
         ("xla_amp.tools.overflow.on_pytorch", "sys.modules.get('xla_amp.lazy.capture.compiled_step')", 1),
         ("xla_amp.stablehlo.io", "from xla_amp.backends import base, devices", 0),
         ("xla_amp.jax", "PUBLIC = {'to_jax': 'xla_amp.lazy.interop.arrays'}", 0),
-        ("xla_amp.lazy.capture.compiled_step", "from xla_amp.lazy.ops import codegen", 0),
     ],
 )
 def test_the_protocol_check_can_fail(module, source, found):
@@ -117,7 +115,6 @@ def test_no_module_imports_itself_through_others():
     "source",
     [
         "from xla_amp.common import types",
-        "def f():\n    import xla_amp.common.types",
         "importlib.import_module('xla_amp.common.types')",
         "PUBLIC = {'Cast': 'xla_amp.common.types'}",
     ],
@@ -165,7 +162,6 @@ def test_modules_extend_each_other_by_extension_points_only():
         ("from xla_amp.common import config\nconfig.after.append(print)", 1),
         ("after: list[Callable[[], None]] = []\nask: Callable[[], bool] | None = None", 2),
         ("from xla_amp.common import config\nconfig.point.subscribe(print)\nconfig.engine().name = ''", 0),
-        ("import numpy\nnumpy.x = 1\n_after: list[Callable[[], None]] = []", 0),
     ],
 )
 def test_the_check_of_extensions_can_fail(source, found):
@@ -199,7 +195,6 @@ KNOWN = {
 @pytest.mark.parametrize(
     ("module", "source", "message"),
     [
-        ("xla_amp.common.types", "import tomllib", None),
         ("xla_amp.common.types", "import numpy", "layer 0 may not load numpy"),
         (
             "xla_amp.common.types",
@@ -207,33 +202,21 @@ KNOWN = {
             "types (layer 0) may not import xla_amp.common.config (layer 1)",
         ),
         ("xla_amp.common.loss_scaling", "from xla_amp.common.config import engine", None),
-        ("xla_amp.policy.load", "from . import resolve", None),
-        ("xla_amp.policy.load", "import torch", "layer 2 may not load torch"),
         ("xla_amp.policy.load", "if TYPE_CHECKING:\n    import torch", None),
         ("xla_amp.policy.load", "if TYPE_CHECKING:\n    import xla_amp.cli", "may not import xla_amp.cli (layer 9)"),
-        ("xla_amp.lowering.nn.loss", "from xla_amp.lowering.math.foreach import update_scale", None),
-        (
-            "xla_amp.lowering.nn.loss",
-            "from xla_amp.common.types import CASTS",
-            "lowering may not import xla_amp.common.types",
-        ),
         (
             "xla_amp.lowering.nn.loss",
             "from xla_amp.common.config import engine",
             "lowering may not import xla_amp.common.config",
         ),
         ("xla_amp.lowering.math.foreach", "from xla_amp.common import loss_scaling", None),
-        ("xla_amp.lowering.nn.loss", "import torch", "layer 3 may not load torch"),
-        ("xla_amp.lazy.programs.execute", "from xla_amp.backends.base import Engine", None),
         ("xla_amp.lazy.programs.execute", "def f():\n    import xla_amp.jax.scale", "may not import xla_amp.jax.scale"),
         ("xla_amp.backends.base", "import_module('xla_amp.cli')", "may not import xla_amp.cli (layer 9)"),
-        ("xla_amp.backends.base", "MODULES = {'x': 'xla_amp.cli'}", "may not import xla_amp.cli (layer 9)"),
         (
             "xla_amp.jax.scale",
             "from xla_amp.pytorch.optim import grad_scaler",
             "may not import xla_amp.pytorch.optim.grad_scaler",
         ),
-        ("xla_amp.jax.scale", "from xla_amp import autocast", "may not import xla_amp (layer 9)"),
         ("xla_amp.cli", "import xla_amp", None),
         ("xla_amp.newcomer", "", "no row of LAYERS"),
     ],

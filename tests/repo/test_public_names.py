@@ -20,27 +20,40 @@ import xla_amp.stablehlo
 from xla_amp.common.renamed import table
 
 PACKAGES = (xla_amp, xla_amp.jax, xla_amp.stablehlo)
-NAMES = [
-    pytest.param(package, name, id=f"{package.__name__}.{name}") for package in PACKAGES for name in package._PUBLIC
-]
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
-def test_type_checkers_see_the_names_that_load(package: ModuleType):
+def parsed(package: ModuleType) -> ast.Module:
+    return ast.parse(Path(str(package.__file__)).read_text())
+
+
+def declared(package: ModuleType) -> dict[str, str]:
+    """Name that type checkers see -> the module that it is imported from."""
     (branch,) = (
         node for node in parsed(package).body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
     imports = [node for node in branch.body if isinstance(node, ast.ImportFrom)]
     assert len(imports) == len(branch.body)
     assert all(alias.asname == alias.name for node in imports for alias in node.names)  # marks a re-export
-    seen = {alias.name: node.module for node in imports for alias in node.names}
-    modules = {name: path.rpartition(".")[0] for name, path in getattr(package, "_MODULES", {}).items()}
-    assert seen == {**package._PUBLIC, **modules}
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+MODULES = [name for name, module in declared(xla_amp).items() if module == "xla_amp"]
+PUBLIC = {
+    package: {name: module for name, module in declared(package).items() if module != "xla_amp"} for package in PACKAGES
+}
+NAMES = [
+    pytest.param(package, name, id=f"{package.__name__}.{name}") for package in PACKAGES for name in PUBLIC[package]
+]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_type_checkers_see_the_names_that_load(package: ModuleType):
+    assert set(package.__all__) - {"__version__"} == set(declared(package))
 
 
 @pytest.mark.parametrize(("package", "name"), NAMES)
 def test_each_name_loads(package: ModuleType, name: str):
-    module = importlib.import_module(package._PUBLIC[name])
+    module = importlib.import_module(PUBLIC[package][name])
     assert getattr(package, name) is getattr(module, name)
 
 
@@ -57,15 +70,15 @@ def test_each_name_and_its_methods_are_documented(package: ModuleType, name: str
 def test_no_module_hides_a_public_name(package: ModuleType):
     """Importing ``xla_amp.jax.x`` binds the module as ``x``; ``xla_amp.metrics`` is the object of that name itself."""
     modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
-    both = modules.intersection(package._PUBLIC)
+    both = modules.intersection(PUBLIC[package])
     assert both == ({"metrics"} if package is xla_amp else set())
     for name in both:
-        value = getattr(importlib.import_module(package._PUBLIC[name]), name)
+        value = getattr(importlib.import_module(PUBLIC[package][name]), name)
         assert importlib.import_module(f"{package.__name__}.{name}") is value
 
 
 def test_each_module_can_be_imported_by_its_documented_name():
-    names = [*xla_amp._MODULES, "metrics"]
+    names = [*MODULES, "metrics"]
     lines = [f"import xla_amp.{name} as found\nassert found is xla_amp.{name}" for name in names]
     lines += ["from xla_amp.metrics import report, reset", "print(sorted(xla_amp.metrics())[0], report().split()[0])"]
     program = "import xla_amp\n" + "\n".join(lines)
@@ -77,7 +90,7 @@ def test_each_module_can_be_imported_by_its_documented_name():
 def test_a_module_has_the_public_names_and_no_others(name: str):
     module = getattr(xla_amp, name)
     names = {each for each in dir(module) if not each.startswith("__")}
-    implementation = sys.modules[xla_amp._MODULES[name]]
+    implementation = sys.modules[f"xla_amp.{name}"]
     public = set(getattr(implementation, "__all__", names))
     assert names == public
     assert all(
@@ -99,10 +112,6 @@ def test_the_names_of_policies():
     with pytest.raises(AttributeError, match=r"has no attribute 'overide'; public names: .*override"):
         xla_amp.policy.overide  # noqa: B018
     assert not hasattr(xla_amp.policy, "overide")
-
-
-def parsed(package: ModuleType) -> ast.Module:
-    return ast.parse(Path(str(package.__file__)).read_text())
 
 
 @pytest.mark.parametrize(("old", "new"), table().items())

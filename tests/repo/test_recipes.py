@@ -7,6 +7,7 @@ import os
 import re
 
 import forked
+import pytest
 from source_tree import ROOT, python_blocks
 
 CHECKED = """
@@ -107,6 +108,7 @@ assert saved["loss_scale"].value == loss_scale.value
 """Heading -> what runs around its blocks: before and after the line of dashes."""
 
 
+@pytest.mark.full  # as the blocks of other pages
 def test_each_recipe_runs_and_does_what_it_says(tmp_path):
     page = (ROOT / "docs" / "recipes.md").read_text()
     sections = re.findall(r"^##+ (.+?)\n(.*?)(?=^##|\Z)", page, re.DOTALL | re.MULTILINE)

