@@ -50,14 +50,6 @@ def test_nested_modules(seen):
     assert module_paths.current() is None
 
 
-def test_the_outermost_module_gives_the_names(seen):
-    inner = Note(seen)
-    Note(seen, [inner])(ONE)
-    inner(ONE)
-    torch.nn.Sequential(inner)(ONE)
-    assert seen == ["", "parts.0", "parts.0", "", "", "", "0", "0"]
-
-
 def test_a_module_that_is_no_part_of_the_model(seen):
     Note(seen, do=lambda x: Note(seen)(x))(ONE)
     Note(seen, [Note(seen, do=lambda x: Note(seen, [Note(seen)])(x))])(ONE)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 
-import forked
+import example_runs
 import pytest
 from source_tree import ROOT
-
-EXAMPLE = ROOT / "examples" / "demo.py"
 
 
 @pytest.mark.full
 def test_the_demo_compares_float32_and_bfloat16():
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    done = forked.run(EXAMPLE, "--width", "64", "--steps", "4", "--json", environment=environment)
-    assert done.returncode == 0, done.stderr
+    done = example_runs.run("demo", "--width", "64", "--steps", "4", "--json")
     lines = done.stdout.splitlines()
     results = next(json.loads(line) for line in lines if line.startswith("{"))
     assert results["executables_per_step"] == 1
@@ -31,6 +26,5 @@ def test_the_demo_compares_float32_and_bfloat16():
 
 @pytest.mark.full
 def test_a_width_that_does_not_fit_is_refused():
-    done = forked.run(EXAMPLE, "--width", "100")
-    assert done.returncode
+    done = example_runs.run("demo", "--width", "100", ok=False)
     assert "--width=100: expected a multiple of 64" in done.stdout + done.stderr

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import json
-import os
 from pathlib import Path
 
-import forked
+import example_runs
 import pytest
-from source_tree import ROOT
 
 pytest.importorskip("flax", reason="the extra `tests`")
 
-SMALL = ["--layers=1", "--width=32", "--context=16", "--batch-size=8", "--log-steps=10", "--lr=0.01", "--json"]
-
-
-def run(*flags: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = forked.run(ROOT / "examples" / "flax_lm.py", *flags, environment=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+SMALL = ["--layers=1", "--width=32", "--context=16", "--batch-size=8", "--log-steps=10", "--lr=0.01"]
 
 
 @pytest.mark.full
@@ -28,10 +17,9 @@ def test_the_precisions_learn_alike(tmp_path: Path) -> None:
     found = {}
     for precision in ("fp32", "fp16"):
         flags = [f"--precision={precision}", "--steps=120", f"--log-dir={tmp_path / precision}"]
-        found[precision] = json.loads(run(*SMALL, *flags).splitlines()[-1])
+        found[precision] = example_runs.results("flax_lm", *SMALL, *flags)
         assert found[precision]["held_out_loss"] < 3.3
-        with open(tmp_path / precision / "log.csv") as file:
-            rows = list(csv.DictReader(file))
+        rows = example_runs.rows(tmp_path / precision / "log.csv")
         assert [int(row["step"]) for row in rows] == list(range(10, 121, 10))
         assert list((tmp_path / precision).glob("events*"))
     assert abs(found["fp32"]["held_out_loss"] - found["fp16"]["held_out_loss"]) < 0.01
@@ -41,6 +29,5 @@ def test_the_precisions_learn_alike(tmp_path: Path) -> None:
 
 
 def test_wrong_flags_are_explained() -> None:
-    done = forked.run(ROOT / "examples" / "flax_lm.py", "--width=33")
-    assert done.returncode != 0
+    done = example_runs.run("flax_lm", "--width=33", ok=False)
     assert "--width=33 must be a multiple of 32" in done.stdout + done.stderr

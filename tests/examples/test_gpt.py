@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import csv
-import json
-import os
-from pathlib import Path
-
-import forked
+import example_runs
 import pytest
-from source_tree import ROOT
 
-SMALL = ["--layers=1", "--width=32", "--context=16", "--batch-size=8", "--write=4", "--json"]
-
-
-def results(*flags: str) -> dict[str, object]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = forked.run(ROOT / "examples" / "gpt.py", *SMALL, *flags, environment=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def rows(path: Path) -> list[int]:
-    """The steps of a log."""
-    with open(path) as file:
-        found = list(csv.DictReader(file))
-    assert set(found[0]) == {"step", "loss", "lr", "loss_scale"}
-    assert list(path.parent.glob("events*"))
-    return [int(row["step"]) for row in found]
+SMALL = ["--layers=1", "--width=32", "--context=16", "--batch-size=8", "--write=4"]
 
 
 @pytest.mark.full
 def test_it_learns_in_captured_steps_and_resumes_from_its_checkpoint(tmp_path):
-    flags = ["--precision=fp16", "--policy=gpu"]
-    whole = results("--steps=80", f"--log-dir={tmp_path}", *flags)
-    assert rows(tmp_path / "log.csv") == list(range(20, 81, 20))
+    flags = [*SMALL, "--precision=fp16", "--policy=gpu"]
+    whole = example_runs.results("gpt", "--steps=80", f"--log-dir={tmp_path}", *flags)
+    rows = example_runs.rows(tmp_path / "log.csv")
+    assert set(rows[0]) == {"step", "loss", "lr", "loss_scale"}
+    assert [int(row["step"]) for row in rows] == list(range(20, 81, 20))
+    assert list(tmp_path.glob("events*"))
     assert whole["executions_per_step"] == 1
     assert whole["replayed_steps"] >= 70
     assert whole["last_loss"] < whole["first_loss"] - 1
 
     checkpoint = f"--checkpoint={tmp_path / 'gpt.pt'}"
-    results("--steps=40", checkpoint, *flags)
-    resumed = results("--steps=40", checkpoint, *flags)
+    for _ in range(2):
+        resumed = example_runs.results("gpt", "--steps=40", checkpoint, *flags)
     assert resumed["last_loss"] == whole["last_loss"]
     assert resumed["held_out_loss"] == whole["held_out_loss"]

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 
-import forked
+import example_runs
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from source_tree import ROOT
 
-SMALL = ["--blocks=1,1", "--width=4", "--image-size=32", "--batch-size=8", "--lr=0.05", "--json"]
-
-
-def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return forked.run(ROOT / "examples" / "imagenet.py", *SMALL, *flags, environment=environment)
-
-
-def results(*flags: str) -> dict[str, object]:
-    done = run(*flags)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+SMALL = ["--blocks=1,1", "--width=4", "--image-size=32", "--batch-size=8", "--lr=0.05"]
 
 
 def write_images(folder: Path) -> None:
@@ -46,14 +31,14 @@ def write_images(folder: Path) -> None:
 def test_it_learns_and_resumes_from_its_checkpoint_bitwise(tmp_path):
     write_images(tmp_path / "data")
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
-    flags = [f"--data-dir={tmp_path / 'data'}", "--precision=fp16", "--policy=gpu", "--epochs=10"]
-    straight = results(*flags, f"--checkpoint={whole}", "--workers=0")
+    flags = [*SMALL, f"--data-dir={tmp_path / 'data'}", "--precision=fp16", "--policy=gpu", "--epochs=10"]
+    straight = example_runs.results("imagenet", *flags, f"--checkpoint={whole}", "--workers=0")
     assert straight["losses"][-1] < straight["losses"][0] - 0.1
     assert straight["top1"] >= 0.75
     assert straight["top5"] == 1
 
-    first = results(*flags, f"--checkpoint={parts}", "--stop-after=6", "--workers=1")
-    second = results(*flags, f"--checkpoint={parts}", "--workers=0")
+    first = example_runs.results("imagenet", *flags, f"--checkpoint={parts}", "--stop-after=6", "--workers=1")
+    second = example_runs.results("imagenet", *flags, f"--checkpoint={parts}", "--workers=0")
     assert first["losses"] + second["losses"] == straight["losses"]
     assert second["top1"] == straight["top1"]
     one, other = (torch.load(path, weights_only=True) for path in (whole, parts))
@@ -65,12 +50,11 @@ def test_it_learns_and_resumes_from_its_checkpoint_bitwise(tmp_path):
 
 @pytest.mark.full
 def test_fake_data_measures_speed():
-    found = results("--fake-data", "--epochs=1", "--steps=8")
+    found = example_runs.results("imagenet", *SMALL, "--fake-data", "--epochs=1", "--steps=8")
     assert found["images_per_second"] > 0
     assert len(found["losses"]) == 1
 
 
 def test_a_missing_folder_is_named():
-    done = run("--data-dir=/nowhere")
-    assert done.returncode != 0
+    done = example_runs.run("imagenet", "--data-dir=/nowhere", ok=False)
     assert "expected a folder /nowhere/train; --fake-data needs none" in done.stderr

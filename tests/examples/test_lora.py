@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
-import forked
+import example_runs
 import pytest
-from source_tree import ROOT
 
 pytest.importorskip("peft", reason="the extra `tests`")
 
-SMALL = ["--width=32", "--context=16", "--batch-size=8", "--base-steps=40", "--steps=80", "--lr=0.05", "--json"]
+SMALL = ["--width=32", "--context=16", "--batch-size=8", "--base-steps=40", "--steps=80", "--lr=0.05"]
 
 
 @pytest.mark.full
 def test_adapters_learn_and_are_saved(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    flags = [*SMALL, "--precision=fp16", f"--output={tmp_path}"]
-    done = forked.run(ROOT / "examples" / "lora.py", *flags, environment=environment)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = example_runs.results("lora", *SMALL, "--precision=fp16", f"--output={tmp_path}")
     assert found["device"] == "jax:0"
     assert found["trained_parameters"] < found["parameters"] / 5
     assert found["base_unchanged"]
