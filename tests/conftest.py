@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import itertools
 import os
 import sys
 import unittest
@@ -24,6 +25,11 @@ if find_spec("torch_xla") is None:  # whose XLA is another one, and ends the pro
     if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # which has no other emitters
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+
+# Tests run side by side, a process for each core.  The threads of torch and NumPy would only wait for each other: an
+# eighth of the time of what compares with the CPU.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # The suite neither reads nor writes the user's cache of programs; a test of it names a folder.
 os.environ["XLA_AMP_CACHE"] = "off"
@@ -108,6 +114,27 @@ def _seeds_are_for_devices_that_are_here() -> None:
     for device in (torch.cuda, torch.xpu, torch.mtia) if torch is not None else ():
         if not device.is_available():
             device.manual_seed_all = lambda seed: None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _programs_share_a_context_of_mlir() -> None:
+    """JAX makes a context, with some thousand operations of dialects, for each program that it lowers.
+
+    Of tests that compile small programs, that was a tenth of the time.  A context keeps every type and location that
+    it has seen, so another one is made now and then.
+    """
+    mlir = sys.modules.get("jax._src.interpreters.mlir")
+    if not hasattr(mlir, "make_ir_context"):
+        return
+    make, made = mlir.make_ir_context, itertools.count()
+    contexts: list[object] = []
+
+    def shared() -> object:
+        if next(made) % 100 == 0:
+            contexts[:] = [make()]
+        return contexts[0]
+
+    mlir.make_ir_context = shared
 
 
 @pytest.fixture(scope="session", autouse=True)
