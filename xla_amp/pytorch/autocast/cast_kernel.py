@@ -40,7 +40,7 @@ def operator(name: str) -> Any:
 @functools.cache
 def is_composite(operator: Any) -> bool:
     """Whether torch computes the operation by calls of others, which autograd and autocast see."""
-    return operator.has_kernel_for_dispatch_key("CompositeImplicitAutograd")
+    return bool(operator.has_kernel_for_dispatch_key("CompositeImplicitAutograd"))
 
 
 def as_key(key: str) -> Any:
