@@ -150,48 +150,7 @@ def train_trainer(folder: Path, precision: str) -> dict[str, Any]:
     }
 
 
-def use_torch() -> dict[str, Any]:
-    """torch.distributed's collectives, a metric, and `DistributedDataParallel` on the device and on the CPU."""
-    import torch.distributed as dist
-    from torchmetrics.classification import MulticlassAccuracy
-
-    rank, device = dist.get_rank(), xla_amp.xla_device()
-    reduced = {}
-    for name in ("SUM", "AVG", "MAX", "PRODUCT"):
-        x = torch.full((1,), rank + 1.0, device=device)
-        dist.all_reduce(x, getattr(dist.ReduceOp, name))
-        reduced[name] = x.tolist()
-    parts = [torch.empty(1, device=device) for _ in range(2)]
-    dist.all_gather(parts, torch.full((1,), rank + 1.0, device=device))
-    sent = torch.full((1,), rank + 1.0, device=device)
-    dist.broadcast(sent, 1)
-    metric = MulticlassAccuracy(2, average="micro").to(device)
-    metric.update(torch.tensor([0, 1 - rank]).to(device), torch.tensor([0, 1]).to(device))
-    weights = {}
-    for where in ("cpu", "jax"):
-        model = nn.parallel.DistributedDataParallel(Net().to(where))
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        for number, (x, y) in enumerate(DataLoader(rows(), BATCH // 2)):
-            if number % 2 == rank:
-                counted()
-                model(x.to(where), y.to(where))["loss"].backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                counts = counted()
-        weights[where] = [p.detach().cpu() for p in model.parameters()]
-    return {
-        "reduced": reduced,
-        "gathered": [part.tolist() for part in parts],
-        "sent": sent.tolist(),
-        "accuracy": metric.compute().item(),
-        "counts": counts,
-        "weights": weights["jax"],
-        "on_cpu": weights["cpu"],
-    }
-
-
 KINDS = {
-    "torch": lambda folder: use_torch(),
     "accelerate-fp16": lambda folder: train_accelerate(folder, "fp16"),
     "accelerate-bf16": lambda folder: train_accelerate(folder, "bf16", 2),
     "trainer-fp16": lambda folder: train_trainer(folder, "fp16"),

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import math
 import os
 import pickle
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from torch import nn
@@ -33,26 +31,6 @@ from xla_amp.errors import PolicyError  # noqa: E402
 from xla_amp.integrations import huggingface as ours  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, about deprecated names
-
-
-def replace(patch: ours.Patch, value: Any) -> None:
-    owner = sys.modules[patch.module]
-    setattr(getattr(owner, patch.owner) if patch.owner else owner, patch.name, value)
-
-
-@contextlib.contextmanager
-def without(*names: str) -> Iterator[None]:
-    """The framework without the patches of these names; without all, if there are none."""
-    removed = {p: value for p, value in ours._installed.items() if not names or p.name in names}
-    assert len(removed) == len(names or ours.PATCHES)
-    for patch, original in removed.items():
-        replace(patch, original)
-    try:
-        yield
-    finally:
-        for patch, original in removed.items():
-            replace(patch, patch.replacement(original))
-        AcceleratorState._reset_state(True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -195,17 +173,6 @@ def test_the_policy_decides(tmp_path: Path) -> None:
         ours.enable(policy="unheard")
 
 
-def test_a_device_that_was_chosen_before_is_told() -> None:
-    with without("default_device"):
-        Accelerator()
-        with pytest.warns(UserWarning, match="before the first Accelerator"):
-            ours.enable()
-    Accelerator(cpu=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ours.enable()
-
-
 # ---- Trainer ---------------------------------------------------------------------------------------------------------
 
 
@@ -316,13 +283,6 @@ def test_a_step_of_the_trainer_is_one_executable_without_syncs(
     assert [found[2] for found in counts.found[1:]] == [0, 0]
     steps = 8 // options.get("gradient_accumulation_steps", 1)
     record("Trainer", "bf16" if "bf16" in options else "fp16", per_step(counts.found[-1], steps))
-
-
-def test_without_its_patch_the_filter_is_lost(tmp_path: Path) -> None:
-    with without("training_step"):
-        made = trainer(net(), tmp_path, kind=Overflows, max_steps=3)
-        made.train()
-    assert not math.isfinite(logged(made)[2])
 
 
 def test_logging_compiles_no_further_step(tmp_path: Path) -> None:
@@ -574,36 +534,26 @@ def test_a_cache_that_the_user_chose_stays() -> None:
 # ---- enabling --------------------------------------------------------------------------------------------------------
 
 
-def test_without_enable_nothing_is_different(tmp_path: Path) -> None:
-    with without():
-        assert Accelerator().device.type == "cpu"
-        assert TrainingArguments(tmp_path, report_to=[]).device.type == "cpu"
-        with pytest.raises(ValueError, match="bf16"):
-            TrainingArguments(tmp_path, bf16=True, report_to=[])
+NOT_ENABLED = """
+import warnings
+import accelerate, transformers
+from xla_amp.integrations import huggingface
+
+print(accelerate.Accelerator().device.type, transformers.TrainingArguments("folder", report_to=[]).device.type)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    huggingface.enable()
+print(*(each.message for each in caught))
+"""
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "wrong"),
-    [
-        ("default_device", {}, "cpu"),
-        ("mixed_precision", {"mixed_precision": "fp16"}, "requires a device in"),
-        ("__init__", {"mixed_precision": "fp16"}, "requires a device in"),
-    ],
-)
-def test_accelerate_needs_its_patches(name: str, options: dict[str, Any], wrong: str) -> None:
-    with without(name):
-        try:
-            found = Accelerator(**options).device.type
-        except ValueError as error:
-            found = str(error)
-    assert wrong in found
-
-
-def test_the_trainer_needs_its_patches(tmp_path: Path) -> None:
-    with without("_setup_devices"):
-        assert TrainingArguments(tmp_path, report_to=[]).device.type == "cpu"
-    with without("is_torch_bf16_gpu_available"), pytest.raises(ValueError, match="bf16"):
-        TrainingArguments(tmp_path, bf16=True, report_to=[])
+@pytest.mark.full
+def test_without_enable_nothing_is_different_and_a_device_that_was_chosen_before_is_told() -> None:
+    done = forked.run(program=NOT_ENABLED)
+    assert done.returncode == 0, done.stderr
+    devices, said = done.stdout.splitlines()
+    assert devices == "cpu cpu"
+    assert "before the first Accelerator" in said
 
 
 @pytest.mark.full

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +18,6 @@ tokenizers = pytest.importorskip("tokenizers", reason="the extra `huggingface`")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
 from transformers import (  # noqa: E402
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -331,43 +329,3 @@ def test_a_training_and_its_evaluation_have_few_programs(tmp_path: Path) -> None
     shapes.clear()
     trainer.evaluate()
     assert xla_amp.metrics()["compilations"] == trained + len(shapes) <= 10
-
-
-PADDING = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("loop", ["plain", "accelerate"])
-def test_a_loop_has_a_program_for_each_shape_and_the_losses_of_the_cpu(loop: str) -> None:
-    """Two lengths, and a last batch of one row; the collator pads to the longest row in the plain loop."""
-    huggingface.enable(pad_to_buckets=loop == "accelerate")
-    made = tokenizer()
-    rows = examples(5, 10, 20, 30, 12, made=made)
-
-    def run(device: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = gpt().to(device)
-        loader: Any = DataLoader(rows, 2, collate_fn=DataCollatorForLanguageModeling(made, mlm=False))
-        optimizer, backward = torch.optim.AdamW(model.parameters(), 1e-2), torch.Tensor.backward
-        if device == "jax" and loop == "plain":
-            loader = xla_amp.DeviceLoader(loader, buckets=100, padding=PADDING)
-        elif device == "jax":
-            accelerator = Accelerator()
-            backward = accelerator.backward
-            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        xla_amp.sync(wait=True)
-        xla_amp.metrics.reset()
-        losses = []
-        for batch in chain(loader, loader):
-            loss = model(**batch).loss
-            backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        xla_amp.sync()
-        return losses
-
-    xla_amp.xla_device()
-    expected, found = run("cpu"), run("jax")
-    assert xla_amp.metrics()["compilations"] == 3
-    torch.testing.assert_close([loss.cpu() for loss in found], expected, rtol=1e-4, atol=1e-5)

@@ -140,7 +140,7 @@ class Logs(Net):
 
 
 @pytest.mark.parametrize("on_epoch", [False, True])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_a_training_has_two_programs(
     precision: str, on_epoch: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,7 +321,7 @@ def fabric_losses(steps: int = 8, **options: Any) -> tuple[torch.Tensor, Any, An
     return torch.stack([loss.float().cpu() for loss in found]), fabric, model, optimizer
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 3e-2), ("16-mixed", 5e-3)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("16-mixed", 5e-3)])
 def test_fabric_trains_as_on_the_cpu(precision: Any, tolerance: float) -> None:
     expected = fabric_losses(accelerator="cpu")[0]
     found, fabric, _, _ = fabric_losses(accelerator="xla_amp", precision=precision)

@@ -1,12 +1,9 @@
-"""Two processes: sums of gradients by the rule `reduce_gradients`, and buffers of torch's DistributedDataParallel."""
+"""Two processes: buffers and a communication hook of torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 
-import jax
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,68 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import xla_amp
 from xla_amp import policy
-from xla_amp import xla_model as xm
 from xla_amp.errors import RecompileWarning
-from xla_amp.jax import reduce_gradients
 
 DEVICE = "jax"
-RULES = (None, "fp32", "low", "keep")
-GRADIENTS = {"wide": (2048.0, 1.0), "narrow": (60000.0, 60000.0)}
-"""Gradients of both processes.  The first sum, 2049, is 2048 in float16; the second overflows in it."""
 STEPS = 4
 MODES = ("plain", "accumulated", "captured", "accumulated in a group of gloo")
-
-
-class Sums(nn.Module):
-    """A weight of float32 and one of float16, which is the low dtype, whose gradients are given."""
-
-    def __init__(self):
-        super().__init__()
-        self.wide, self.narrow = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, dtype=torch.float16))
-
-    def forward(self, wide, narrow):
-        return (self.wide * wide).sum(), (self.narrow * narrow).sum()
-
-
-def sums_of(device, rank, rule, reduce):
-    """The gradients of both weights after `reduce`, which gets the model, the optimizer and the losses."""
-    rules = {} if rule is None else {"reduce_gradients": rule}
-    model = Sums().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    given = [torch.tensor([GRADIENTS[name][rank]]) for name in ("wide", "narrow")]
-    with xla_amp.autocast(device, dtype=torch.float16, rules=rules):
-        losses = model(given[0].to(device), given[1].half().to(device))
-    torch.autograd.backward(losses)
-    if reduce == "xm.reduce_gradients":
-        xm.reduce_gradients(optimizer)
-    if reduce == "xm.optimizer_step":
-        xm.optimizer_step(optimizer)
-        found = [-parameter.detach().float() for parameter in model.parameters()]
-    else:
-        found = [parameter.grad.float() for parameter in model.parameters()]
-    wide = xm.all_reduce("sum", given[0].to(device))  # not of gradients: the rule does not reach it
-    xla_amp.sync()
-    return {"wide": found[0].item(), "narrow": found[1].item(), "all_reduce": wide.item()}
-
-
-def sums_in_jax(rank, rule):
-    """`xla_amp.jax.reduce_gradients` under `jax.shard_map`, over both processes."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
-    each = jax.sharding.NamedSharding(mesh, jax.P("data"))
-    dtypes = {"wide": np.float32, "narrow": np.float16}
-    mine = {name: np.array([GRADIENTS[name][rank]], dtype) for name, dtype in dtypes.items()}
-    gradients = {name: jax.make_array_from_process_local_data(each, value, (2,)) for name, value in mine.items()}
-    with contextlib.nullcontext() if rule is None else policy.override(reduce_gradients=rule):
-        mean = jax.jit(
-            jax.shard_map(
-                lambda tree: reduce_gradients(tree, "data", policy="gpu"),
-                mesh=mesh,
-                in_specs=jax.P("data"),
-                out_specs=jax.P(),
-                check_vma=False,
-            )
-        )(gradients)
-    return {name: float(np.asarray(value.addressable_data(0))[0]) for name, value in mean.items()}
 
 
 class Buffers(nn.Module):
@@ -157,18 +97,11 @@ def summed_by_a_hook(device, rank):
     for _ in range(STEPS):
         before = xla_amp.metrics()["executions"]
         optimizer.zero_grad()
-        model(torch.tensor([[GRADIENTS["narrow"][rank]]]).half().to(device)).backward()
+        model(torch.tensor([[60000.0]]).half().to(device)).backward()
         optimizer.step()
         xla_amp.sync()
         counts.append(xla_amp.metrics()["executions"] - before)
     return {"gradient": model.module.weight.grad.item(), "counts": counts}
-
-
-def sums(rank, world):
-    """By call and rule."""
-    calls = ("xm.reduce_gradients", "xm.optimizer_step")
-    found = {call: {str(rule): sums_of(DEVICE, rank, rule, call) for rule in RULES} for call in calls}
-    return {**found, "jax": {str(rule): sums_in_jax(rank, rule) for rule in RULES}}
 
 
 def buffers(rank, world):

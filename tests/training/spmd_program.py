@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import re
 from typing import Any
 
 import jax
@@ -13,7 +11,6 @@ from torch import nn
 
 import xla_amp
 from xla_amp.lazy.distributed import checkpoint
-from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors import tensor_io
 
 DEVICES = jax.device_count()
@@ -21,14 +18,9 @@ LAYOUTS = {
     "single": ({}, {}),
     "data": ({"data": DEVICES}, {}),
     "sharded": ({"data": DEVICES}, dict.fromkeys(("0.weight", "0.bias", "2.weight", "2.bias"), ("data",))),
-    "tensor": (
-        {"data": DEVICES // 2, "model": 2},
-        {"0.weight": ("model", None), "0.bias": ("model",), "2.weight": (None, "model")},
-    ),
 }
 """Name -> axes of the mesh, and how parameters are split."""
 STEPS, OVERFLOWS, MORE = 8, 5, 2
-COLLECTIVES = r"= [^=]*?\b(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 
 
 def layout(rank: int, world: int, name: str, what: str, folder: str) -> dict[str, Any]:
@@ -72,11 +64,9 @@ def layout(rank: int, world: int, name: str, what: str, folder: str) -> dict[str
     result = {}
     if what == "save":
         steps = [step(number) for number in range(STEPS)]
-        program = max(execute.programs(), key=lambda program: program.operations)
         result |= {
             "losses": torch.stack([loss for loss, _ in steps]).tolist(),
             "steady": steps[-1][1],
-            "collectives": collections.Counter(re.findall(COLLECTIVES, program.optimized_hlo())),
             "skipped": int(scaler.skipped_steps()),
         }
         checkpoint.save({**state, "steps": STEPS, "far": torch.tensor([2**40], device=device)}, folder)

@@ -24,7 +24,6 @@ from xla_amp.lazy.programs import mesh
 DEVICES = {"gpu": 8, "tpu": 16}
 LAYOUTS = {
     "data": ((("data", None),), {}),
-    "sharded": ((("data", None),), dict.fromkeys(("0.weight", "0.bias", "2.weight", "2.bias"), ("data",))),
     "tensor": (
         (("data", None), ("model", 2)),
         {"0.weight": ("model", None), "0.bias": ("model",), "2.weight": (None, "model")},
@@ -33,7 +32,7 @@ LAYOUTS = {
 """Name -> axes of the mesh with their extents (None: the rest), and how parameters are split."""
 REPLICAS = {"replicas": None, "replicas in bfloat16": torch.bfloat16}
 """Name -> in what dtype processes add their gradients."""
-CASES = [("data", "gpu"), ("sharded", "gpu"), ("tensor", "gpu"), ("data", "tpu"), ("sharded", "tpu")]
+CASES = [("data", "gpu"), ("tensor", "gpu"), ("data", "tpu")]
 
 
 def step(model, optimizer, scaler, device, marked, reduce):

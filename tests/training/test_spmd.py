@@ -1,4 +1,7 @@
-"""One process, eight (virtual) devices: the same losses in every layout, one program, the collectives one expects."""
+"""One process, eight (virtual) devices: the same losses in every layout, one program, checkpoints.
+
+Collectives and memory of layouts are in test_global_mesh.py, and by XLA's compilers in test_spmd_targets.py.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from xla_amp.errors import DeviceError, FileError, MissingLibraryError
 from xla_amp.lazy.distributed import checkpoint
 
 PROGRAM = Path(__file__).with_name("spmd_program.py")
-LONG = [pytest.param(layout, marks=pytest.mark.full) for layout in ("sharded", "tensor")]
+LAYOUTS = ["data", pytest.param("sharded", marks=pytest.mark.full)]
 
 
 @functools.cache
@@ -37,7 +40,7 @@ def run(layout, what="save", written=None, devices=8):
     return scenarios.run(PROGRAM, words, world=1, devices=devices)[words][0]
 
 
-@pytest.mark.parametrize("layout", ["data", *LONG])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_numbers_are_those_of_one_device(layout):
     found, expected = run(layout), run("single")
     pairs = zip(found["losses"] + found["weights"], expected["losses"] + expected["weights"], strict=True)
@@ -48,32 +51,9 @@ def test_the_numbers_are_those_of_one_device(layout):
     assert (found["scale"], found["skipped"]) == (expected["scale"], expected["skipped"]) == (512.0, 1)
 
 
-@pytest.mark.parametrize("layout", ["data", *LONG])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_is_one_executable_without_host_sync(layout):
     assert run(layout)["steady"] == {"executions": 1, "compilations": 0, "host_syncs": 0}
-
-
-@pytest.mark.full
-def test_collectives():
-    assert run("single")["collectives"] == {}
-    assert set(run("data")["collectives"]) == {"all-reduce"}
-    assert run("data")["collectives"]["all-reduce"] <= 2  # all gradients in one, the loss in another
-    assert run("sharded")["collectives"]["all-gather"] >= 1
-    assert set(run("tensor")["collectives"]) <= {"all-reduce", "all-gather"}
-
-
-@pytest.mark.full
-def test_memory_falls_with_the_number_of_devices():
-    """Of parameters and of the optimizer's state, which follows them."""
-    assert run("data")["shards"]["0.weight"] == [1, 1]
-    for shares in run("sharded")["shards"].values():
-        assert shares == [1 / 8, 1 / 8]
-    assert run("tensor")["shards"] == {
-        "0.weight": [1 / 2, 1 / 2],
-        "0.bias": [1 / 2, 1 / 2],
-        "2.weight": [1 / 2, 1 / 2],
-        "2.bias": [1, 1],
-    }
 
 
 @pytest.mark.full

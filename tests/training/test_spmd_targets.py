@@ -1,4 +1,7 @@
-"""A training step compiled for 8 H100s and for a v5e 4x4 slice that are not here: its collectives and their dtypes."""
+"""A training step compiled for 8 H100s and for a v5e 4x4 slice that are not here: its collectives and their dtypes.
+
+Sharded weights are in test_gradient_sums.py and test_many_hosts.py.
+"""
 
 from __future__ import annotations
 
@@ -66,27 +69,6 @@ def test_processes_reduce_gradients_in_the_dtype_that_was_asked_for(compiled, ta
     hlo = compiled(target, layout).hlo
     assert collectives(hlo) == {("all-reduce", dtype): WEIGHTS + 128 + 32}
     assert len(re.findall(COLLECTIVE, hlo)) == 2  # all gradients in one, and whether anybody overflowed
-
-
-def test_sharded_parameters_are_gathered_and_activations_scattered_on_h100(compiled):
-    """A batch of 32 is smaller than the weights; test_gradient_sums.py has a large one."""
-    found = collectives(compiled("h100", "sharded").hlo)
-    assert found["reduce-scatter", "bf16"] > 0
-    assert found["all-gather", "bf16"] > 0
-
-
-def test_sharded_parameters_are_gathered_on_v5e(compiled):
-    """Once XLA:TPU knows where each device is, it reduces these small gradients and slices; large ones go in a ring."""
-    kinds = {kind for kind, _ in collectives(compiled("v5e", "sharded").hlo)}
-    assert "all-gather" in kinds
-    assert kinds & {"reduce-scatter", "collective-permute", "all-reduce"}
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_memory_falls_with_the_number_of_devices(compiled, target):
-    """Bytes of a device for parameters, state and batch; tiny tensors of the TPU are padded to its tiles."""
-    whole, shard = (compiled(target, layout).argument_memory for layout in ("data", "sharded"))
-    assert shard < whole * {"h100": 1.1 / 8, "v5e": 2.8 / 16}[target]
 
 
 def test_tensor_parallel_adds_partial_products_on_h100(compiled):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import xla_amp
-from xla_amp import xla_model as xm
 from xla_amp.common.config import Process
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.distributed import process_groups
@@ -21,22 +19,6 @@ def group(tmp_path_factory):
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("name", ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR"])
-def test_collectives_of_torch_are_ours(group, name):
-    """Of one process: they change nothing."""
-    x = torch.tensor([3, 4], dtype=torch.int32).to(xla_amp.xla_device())
-    if name == "AVG":
-        x = x.float()
-    dist.all_reduce(x, getattr(dist.ReduceOp, name))
-    work = dist.broadcast(x, 0, async_op=True)
-    assert work.wait()
-    (part,), whole = [torch.empty_like(x)], torch.empty_like(x)
-    dist.all_gather([part], x)
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(whole, x)
-    dist.barrier(device_ids=[0])
-    assert x.tolist() == part.tolist() == whole.tolist() == [3, 4]
 
 
 @pytest.mark.parametrize(
@@ -77,16 +59,3 @@ def test_every_operation_that_sends_tensors_has_a_kernel():
     }
     assert sends - set(c10d.KERNELS) <= {"check_for_nan"}
     assert len(sends) > 10
-
-
-def test_a_sampler_gives_each_process_its_part():
-    """With the numbers of xla_model, and no process group."""
-    data = TensorDataset(torch.arange(10))
-    parts = []
-    for rank in range(2):
-        sampler = DistributedSampler(data, 2, rank, shuffle=True, seed=3)
-        sampler.set_epoch(1)
-        parts.append([int(x) for (batch,) in DataLoader(data, 5, sampler=sampler) for x in batch.to("jax")])
-    assert sorted(parts[0] + parts[1]) == list(range(10))
-    alone = DistributedSampler(data, xm.xrt_world_size(), xm.get_ordinal(), shuffle=False)
-    assert [int(x) for (batch,) in DataLoader(data, 5, sampler=alone) for x in batch] == list(range(10))
