@@ -74,14 +74,6 @@ def test_every_contraction_is_low(row):
     assert (set(lowered(row.name)["grad"]) == {LOW}) != bool(row.wide)
 
 
-def test_without_autocast_no_contraction_is_low():
-    (row,) = (row for row in TABLE if row.name == "relu_layers")
-    p, x, directions = case(row)
-    for part in compositions(row.function, row, jnp.asarray(directions, jnp.float32)).values():
-        found = contractions(part, arrays(p, jnp.float32), arrays(x, jnp.float32))
-        assert set(found) == {("f32", "f32")}
-
-
 def distance(found, expected):
     found, expected = (
         np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])

@@ -18,7 +18,6 @@ from xla_amp.jax import autocast
 
 X = jax.random.normal(jax.random.key(3), (8, 16))
 SEQUENCE = jax.random.normal(jax.random.key(4), (5, 8, 16))
-IMAGES = jax.random.normal(jax.random.key(5), (2, 3, 8, 8))
 
 
 def weights(*shapes: tuple[int, ...]) -> list[Any]:
@@ -41,16 +40,9 @@ def recurrent(parameters):
     return jnp.mean((h @ h.T) ** 2)
 
 
-def convolutions(parameters):
-    first, second = parameters
-    hidden = jnp.tanh(lax.conv(IMAGES, first, (1, 1), "SAME"))
-    return jnp.mean(jnp.tanh(lax.conv(hidden, second, (2, 2), "VALID")) ** 2)
-
-
 MODELS = {
     "mlp": (mlp, weights((16, 32), (32, 32), (32, 4))),
     "recurrent": (recurrent, weights((16, 16), (16, 16))),
-    "convolutions": (convolutions, weights((4, 3, 3, 3), (5, 4, 3, 3))),
     "mlp, layers checkpointed": (lambda p: jax.checkpoint(mlp)(p), weights((16, 32), (32, 32), (32, 4))),
 }
 

@@ -73,11 +73,6 @@ def softmax_mixture(p, x):
     return jax.nn.softmax(x @ p["w"]) @ p["v"]
 
 
-@row()
-def log_sum_exp(p, x):
-    return jax.nn.logsumexp(x @ p["w"], axis=-1)
-
-
 @row(two)
 def layer_norm(p, x):
     h = x @ p["w"]
@@ -97,11 +92,6 @@ def masked_attention(p, x):
 def batched_einsum(p, x):
     y = jnp.einsum("bij,jk->bik", x, p["w"])
     return jnp.einsum("bik,blk->bil", y, x)
-
-
-@row()
-def outer_and_vector(p, x):
-    return jnp.outer(p["w"] @ x[0], x[1] @ p["w"])
 
 
 @row(two)
@@ -249,12 +239,6 @@ def embedding(p, x):
     return p["e"][jnp.array([1, 3, 3, 7])] @ p["w"] + x.at[0].add(x[1])
 
 
-@row(two)
-def dropout(p, x):
-    kept = jax.random.bits(jax.random.key(0), (ROWS, DEPTH), jnp.uint32) < jnp.uint32(2**31)
-    return jnp.where(kept, (x @ p["w"]) / 0.5, 0.0) @ p["v"]
-
-
 @row()
 def fourier(p, x):
     return jnp.abs(jnp.fft.rfft(x @ p["w"]))
@@ -286,12 +270,6 @@ def train_step_inside(p, x):
 @row(two)
 def forward_mode_inside(p, x):
     return jax.jvp(lambda x: jnp.tanh(x @ p["w"]), (x,), (jnp.tanh(x @ p["v"]),))[1]
-
-
-@row(two)
-def named(p, x):
-    with jax.named_scope("encoder"):
-        return jnp.tanh(x @ p["w"]) @ p["v"]
 
 
 @row(two, wide="enabled=False")

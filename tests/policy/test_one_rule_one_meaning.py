@@ -129,7 +129,7 @@ def test_stablehlo_refuses_by_name_what_it_cannot_see(program: Program) -> None:
         stablehlo.autocast(jax.jit(function).lower(x), rules={program.rule: "low"})
 
 
-SCOPED = [each for each in ALL if each.rule in ("exp", "mm", "log_softmax", "layer_norm")]
+SCOPED = [each for each in ALL if each.rule in ("mm", "log_softmax")]
 
 
 class _Part(torch.nn.Module):

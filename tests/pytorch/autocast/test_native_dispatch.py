@@ -195,7 +195,7 @@ def test_cuda():
 
 
 @pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["ours", "torchs"])
-def test_a_step_inside_a_region_is_seen_by_the_next_forward_pass(region, monkeypatch):
+def test_a_step_inside_a_region_is_seen_by_the_next_forward_pass(region):
     """torch's own region goes on with the casts of the weights from before the step."""
     weight = torch.nn.Parameter(torch.ones(2, 2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -206,8 +206,3 @@ def test_a_step_inside_a_region_is_seen_by_the_next_forward_pass(region, monkeyp
         after = (torch.ones(2, 2) @ weight).sum()
     assert before.item() == 8
     assert after.item() == (-8 if region is autocast else 8)
-
-    cleared = []
-    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: cleared.append(True))
-    optimizer.step()
-    assert cleared == []  # no hook is left on optimizers

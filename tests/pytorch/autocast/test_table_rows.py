@@ -6,7 +6,6 @@ the test has cast as the row says.  Both must agree bit for bit: it is the same 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -90,10 +89,7 @@ def difference(results: list[torch.Tensor], expected: list[torch.Tensor], *, val
 class Trial:
     """One operation under one policy, recorded but not run: reading the first value runs what was recorded."""
 
-    def __init__(
-        self, policy: Policy, operation: str, cast: str, device: torch.device, *, control: str | None = None
-    ) -> None:
-        """`control` is cast by hand instead of `cast`."""
+    def __init__(self, policy: Policy, operation: str, cast: str, device: torch.device) -> None:
         self.operation, self.cast = operation, cast
         self.low = getattr(torch, policy.low)
         self.results: list[torch.Tensor] = []
@@ -115,7 +111,7 @@ class Trial:
             # The operands are made once more: running statistics have changed.
             sample = samples.arguments(operation, samples.Maker(device, given(cast, self.low)))
             torch.manual_seed(0)
-            self.expected = tensors(by_hand(operation, control or cast, self.low, sample, self.made))
+            self.expected = tensors(by_hand(operation, cast, self.low, sample, self.made))
 
     def problem(self, *, values: bool = True) -> str | None:
         """What the operation does otherwise than its cast says, or None."""
@@ -169,22 +165,6 @@ def test_samples_are_for_listed_operations_and_for_all_of_them():
     assert NOT_ON_DEVICE.keys() <= listed
     missing = {name for name in listed if not samples.here(name)}
     assert missing == (set() if torch.__version__ < "2.14" else {"cholesky", "qr"})
-
-
-@pytest.mark.parametrize(
-    ("operation", "cast", "control", "words"),
-    [
-        ("mm", "low", "fp32", "result 0 is torch.bfloat16 .*, by hand torch.float32"),
-        ("mm", "fp32", "fp32", "mm: {torch.bfloat16}, not torch.float32"),
-        ("logsumexp", "fp32", "low", "result 0 is torch.float32 .*, by hand torch.bfloat16"),
-        ("norm.Scalar", "fp32_append", "low", "by hand torch.bfloat16"),
-        ("cat", "promote", "low", "by hand torch.bfloat16"),
-    ],
-)
-def test_the_check_can_fail(operation, cast, control, words, device):
-    found = Trial(load("tpu"), operation, cast, device, control=control).problem()
-    assert found is not None
-    assert re.search(words, found)
 
 
 def test_a_value_that_was_rounded_is_noticed(device):

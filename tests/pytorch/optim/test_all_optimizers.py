@@ -203,27 +203,6 @@ def test_those_that_torch_steps_on_the_host_in_double(name, maximize):
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-class Lamb(torch.optim.Optimizer):
-    """You et al. 2020, as custom optimizers are written: a count as a tensor on the host, read in each step."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state.update(step=torch.tensor(0.0), m=torch.zeros_like(p), v=torch.zeros_like(p))
-                state["step"] += 1
-                count = state["step"].item()
-                state["m"].lerp_(p.grad, 0.1)
-                state["v"].lerp_(p.grad.square(), 0.01)
-                update = state["m"] / (1 - 0.9**count) / ((state["v"] / (1 - 0.99**count)).sqrt() + 1e-6)
-                p.sub_(update * (group["lr"] * p.norm() / (update.norm() + 1e-6)))
-
-
 SAVED = {
     **{name: (torch.optim, name, options) for name, options in OPTIONS.items() if name != "SparseAdam"},
     "Adam in a loop": (torch.optim, "Adam", {"foreach": False, "amsgrad": True}),
@@ -239,7 +218,7 @@ PLACES = [("xla", "xla", "xla"), ("xla", "xla", "cpu"), ("cpu", "xla", "cpu"), (
 
 
 @pytest.mark.parametrize("places", PLACES, ids=str)
-@pytest.mark.parametrize("name", [*SAVED, "Lamb"])
+@pytest.mark.parametrize("name", SAVED)
 def test_a_checkpoint_goes_on(name, places):
     """With the weights of an uninterrupted run, its state where a fresh optimizer has it, and without waiting."""
     devices = {"cpu": torch.device("cpu"), "xla": xla_amp.xla_device()}
@@ -247,8 +226,6 @@ def test_a_checkpoint_goes_on(name, places):
 
     def made(device):
         model, *batch = networks(device)
-        if name == "Lamb":
-            return model, Lamb(model.parameters(), lr=0.01), *batch
         library, class_name, options = SAVED[name]
         library = torch.optim if device.type == "cpu" else library
         return model, getattr(library, class_name)(model.parameters(), **{"lr": 0.01, **options}), *batch

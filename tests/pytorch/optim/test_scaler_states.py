@@ -374,21 +374,3 @@ def test_state_on_the_host_is_warned_about() -> None:
         front.step(gradients, (1, 1, np.inf), unscale=False)
     assert [str(each.message) for each in caught if "Counting keeps state on the host" in str(each.message)]
     assert [optimizer.param_groups[0]["count"] for optimizer in front.optimizers] == [2, 1]
-
-
-WRONG = {
-    "a skipped step that moves": lambda self, bad: self.params[0][0].data.add_(1e-3) if bad else None,
-    "a scale that grows late": lambda self, bad: self.scaler._growth_tracker.sub_(0 if bad else 1),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_the_machine_finds(wrong: str) -> None:
-    class Broken(OnTorch):
-        def step(self, gradients: Any, bad: Any, unscale: bool) -> None:
-            super().step(gradients, bad, unscale)
-            WRONG[wrong](self, bad)
-
-    broken = Broken("cpu", lambda p: torch.optim.SGD(p, lr=0.05))
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(lambda: Machine(broken), settings=RUNS)
