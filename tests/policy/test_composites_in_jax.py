@@ -39,7 +39,7 @@ def test_a_composite_computes_as_torchs_kernel(name: str, function: Any, of_torc
         cases += [(cast, torch.bfloat16, "bfloat16") for cast in ("keep", "promote")]
     for cast, given, result in cases:
         with policy.override({name: cast}), xla_amp.explain() as report:
-            got = autocast(after_a_product, strict=True)(X, W)
+            got = jax.jit(autocast(after_a_product, strict=True))(X, W)
         (record,) = [each for each in report.records if each.layer == "override"]
         # A product that only a maximum reads on its way to the result keeps its float32 sums.
         read = "float32" if name == "relu" else "bfloat16"

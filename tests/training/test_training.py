@@ -12,7 +12,7 @@ import jax
 import pytest
 import torch
 from harness import COMPILED, jax_events
-from networks import NETWORKS, build, loss_of, losses
+from networks import build, loss_of, losses
 
 import xla_amp
 from xla_amp.lazy.programs import execute
@@ -47,7 +47,7 @@ def fp32_losses(network: str, optimizer_name: str, device: Any, library: Any, st
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", ["convnet", "transformer"])
 def test_twenty_fp32_steps_match_torch_on_the_cpu(network: str, optimizer: str) -> None:
     ours = fp32_losses(network, optimizer, xla_amp.xla_device(), xla_amp.syncfree)
     reference = fp32_losses(network, optimizer, "cpu", torch.optim)
