@@ -73,8 +73,7 @@ def test_a_sequence_that_grows_is_told_what_to_do_once(device: torch.device) -> 
     with pytest.warns(RecompileWarning) as caught:
         decode(prompt)
     (text,) = [str(each.message) for each in caught]
-    assert "a sequence grows" in text
-    assert "docs/pytorch.md#sequences-that-grow" in text
+    assert "for a sequence that grows see docs/pytorch.md#sequences-that-grow" in text
     assert re.match(rf"{__file__}:\d+ has compiled 6 programs", text)
 
 
@@ -86,5 +85,4 @@ def test_lengths_that_go_up_and_down_are_told_to_be_padded(device: torch.device)
         for length in (3, 9, 4, 11, 7, 13, 5):
             model(torch.full((1, length), 4).to(device)).cpu()
     (text,) = [str(each.message) for each in caught if each.category is RecompileWarning]
-    assert "a sequence grows" not in text
     assert "xla_amp.pad_to_bucket" in text

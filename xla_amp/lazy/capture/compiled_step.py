@@ -295,7 +295,7 @@ class Compiled(Generic[_Arguments, _Result]):
                 self._report(f"it has been captured {len(self._cache)} times, its limit; {reason}", for_good=False)
             return None, before
         if any(entry.replay is not None for entry in self._cache):
-            recompile_reasons.captured_again(events.user_location(), reason)
+            recompile_reasons.captured_again(reason)
         self._cache.append(Capture(before))
         return self._cache[-1], before
 

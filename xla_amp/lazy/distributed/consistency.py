@@ -331,11 +331,7 @@ def _describe(program: XlaProgram, numbers: Sequence[np.ndarray]) -> bytes:
     """The program as text for a process that has another."""
     tape = Tape(program.key.code)
     found = {
-        "operations": [
-            f"{node.instruction.name}({', '.join(map(str, node.inputs))}) -> "
-            f"{', '.join(map(str, node.instruction.outs))}"
-            for node in tape
-        ],
+        "operations": [str(node) for node in tape],
         "lines": [node.instruction.location for node in tape],
         "results": len(program.outputs),
         "memory": [] if program.context.platform == "cpu" else list(program.donated),
@@ -374,7 +370,7 @@ def _difference(first: int, here: Mapping[str, Any], second: int, there: Mapping
     pairs = enumerate(zip(here["operations"], there["operations"], strict=False))
     different = [(index, a) for index, (a, b) in pairs if a != b]
     # That an operation differs says more than that an input does.
-    operations = (index for index, text in different if not text.startswith("parameter("))
+    operations = (index for index, text in different if not text.startswith("input "))
     index = next(operations, different[0][0] if different else None)
     lengths = len(here["operations"]), len(there["operations"])
     if index is not None:

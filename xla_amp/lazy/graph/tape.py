@@ -44,6 +44,17 @@ class Node(NamedTuple):
     at: Position
     """Where it is.  So `at.parameters` is the index of a parameter, and the lifted numbers begin at `at.floats`."""
 
+    def __str__(self) -> str:
+        """Its name, inputs, constants and results: ``"sum.dim_IntList(%4, dim=[0]) -> float32[3]"``."""
+        instruction = self.instruction
+        outs = ", ".join(map(str, instruction.outs))
+        if self.is_parameter:
+            return f"input {outs}"
+        inputs = ["None" if number < 0 else f"%{number}" for number in self.inputs]
+        constants = [f"{name}={value!r}" for name, value in instruction.constants.items()]
+        data = [f"{instruction.ints} integers as data"] if instruction.ints else []
+        return f"{instruction.name}({', '.join(inputs + constants + data)}) -> {outs}"
+
     @property
     def is_parameter(self) -> bool:
         """Whether it reads an input of the program."""
