@@ -114,7 +114,7 @@ def measure(layers: int, rounds: int, compile_: bool) -> dict[str, Any]:
     if compile_:
         start = time.process_time()
         with private_api.x64():
-            lowered = program.call.lower(*program.abstract)
+            lowered = program.jitted.lower(*program.abstract)
             row["trace"] = time.process_time() - start
             start = time.perf_counter()
             lowered.compile()

@@ -162,7 +162,7 @@ def captured(make: Callable[[], Any]) -> tuple[dict[str, Callable[[], float]], i
         jax.block_until_ready(outputs)
         return elapsed
 
-    program.call = nothing
+    program.jitted = nothing
 
     def replayed() -> float:
         start = time.thread_time()

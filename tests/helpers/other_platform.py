@@ -21,7 +21,7 @@ def text_for(platform):
     with private_api.x64():
         program = build(key, list(parameters), list(parameters.values()), numbers, 1, platform)
         name = {"gpu": "cuda"}.get(platform, platform)
-        return program.call.trace(*program.abstract).lower(lowering_platforms=(name,)).as_text()
+        return program.jitted.trace(*program.abstract).lower(lowering_platforms=(name,)).as_text()
 
 
 def between_kernels(hlo, shape):

@@ -230,13 +230,6 @@ def drop_traces(limit: int) -> None:
             types.pop(function, None)
 
 
-def trace_context() -> Any:
-    """What `jax.jit` compiles a function again for, besides its arguments: JAX's options of this thread."""
-    from jax._src import config as jax_config
-
-    return jax_config.trace_context()
-
-
 @contextlib.contextmanager
 def x64() -> Iterator[None]:
     """Inside, JAX keeps 64-bit types and promotes as NumPy does, whatever the user's own switches say."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
 import time
 
 import pytest
 
 from xla_amp.lazy.programs import executables
-
-tqdm = pytest.importorskip("tqdm")
 
 
 @pytest.fixture
@@ -49,19 +45,3 @@ def test_it_can_be_silenced(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
     monkeypatch.setenv("XLA_AMP_PROGRESS", "off")
     compile_for(0.3)
     assert caplog.records == []
-
-
-@pytest.mark.usefixtures("soon")
-def test_it_is_not_in_the_line_of_a_progress_bar() -> None:
-    stderr = io.StringIO()
-    handler = logging.StreamHandler(stderr)
-    log = logging.getLogger("xla_amp")
-    log.addHandler(handler)
-    try:
-        with contextlib.redirect_stderr(stderr), tqdm.tqdm(total=10, desc="steps", file=stderr) as bar:
-            bar.update(3)
-            compile_for(0.5)
-    finally:
-        log.removeHandler(handler)
-    lines = [line.rpartition("\r")[2] for line in stderr.getvalue().split("\n")]
-    assert "compiling 3,117 operations, from train.py:212; kept for the next run" in lines

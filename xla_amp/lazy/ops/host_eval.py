@@ -178,7 +178,7 @@ def _evaluate(chosen: list[_HostNode], number: int, host: jax.Device) -> dict[in
         if program is None:
             program = build(key, parameter_numbers, parameter_specs, (len(floats), len(ints)), 0, "cpu")
             metrics.compilations += 1
-        outputs = program.call([], arrays, np.array(floats, np.float64), np.array(ints, np.int64))
+        outputs = program.jitted([], arrays, np.array(floats, np.float64), np.array(ints, np.int64))
         program_cache.touch(program)
         if is_new:
             program_cache.add(_programs, key, program)

@@ -57,11 +57,8 @@ class XlaProgram:
 
     key: Key
 
-    call: Any
-    """``call(donated, kept, floats, ints)`` returns the outputs: `jitted`, or its executable once there is one
-    (`executables`)."""
     jitted: Any
-    """The program as `jax.jit` has it, to trace and to lower it.  Inside another program call `nested`."""
+    """``jitted(donated, kept, floats, ints)`` returns the outputs.  Inside another program call `nested`."""
     nested: Any
     """`jitted` without compiler options and layouts, which `jax.jit` rejects when nested."""
     donated: tuple[int, ...]
@@ -71,11 +68,11 @@ class XlaProgram:
     """Per wanted value: its position among the outputs, or ``~parameter`` when it is a parameter unchanged."""
     operations: int
     abstract: tuple[Any, ...]
-    """Arguments of `call`, as `jax.ShapeDtypeStruct`."""
+    """Arguments of `jitted`, as `jax.ShapeDtypeStruct`."""
     instructions: dict[int, Instruction]
     """The key's instructions by id, so that they live as long as the program (`trace.forget_unused`)."""
     input_formats: tuple[InputFormat, ...] = ()
-    """Inputs of `call` that need another memory layout than JAX's default."""
+    """Inputs of `jitted` that need another memory layout than JAX's default."""
     overwritten: tuple[int, ...] = ()
     """Parameters that the first of the wanted values overwrite, in that order; of a program with a digest."""
     shared: tuple[Sequence[int], Sequence[int]] | None = None
@@ -86,6 +83,8 @@ class XlaProgram:
     """Whether its inputs were compared between the processes of one mesh (`same_values`)."""
     context: Context
     """What its operations know of the program."""
+    is_ready: bool = False
+    """Whether it has its executable (`executables`)."""
     code_bytes: int = 0
     """Size of its machine code, 0 where XLA does not report it."""
     loaded: bool = False
@@ -96,7 +95,7 @@ class XlaProgram:
     """When it last ran, counted in runs of programs."""
 
     def result_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """What `call` returns, without running it."""
+        """What `jitted` returns, without running it."""
         with private_api.x64():
             return list(jax.eval_shape(self.jitted, *self.abstract))
 
@@ -205,7 +204,6 @@ def build(
         jitted = jax.jit(step, donate_argnums=0, compiler_options=chosen or None, **options)
     program = XlaProgram(
         key=key,
-        call=jitted,
         jitted=jitted,
         nested=nested,
         donated=tuple(donated),

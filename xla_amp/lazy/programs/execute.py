@@ -263,16 +263,10 @@ def _build(run: _Flush, streams: int) -> XlaProgram:
 
 
 def _first_run(run: _Flush, program: XlaProgram, floats: np.ndarray, ints: np.ndarray) -> list[Any]:
-    donated, kept = ([run.arrays[index] for index in part] for part in (program.donated, program.kept))
     if program_admitted.listeners:
         index_of = {id(buffer): index for index, buffer in enumerate(run.parameters)}
         program.overwritten = tuple(index_of[id(buffer)] for buffer in run.targets[: run.overwritten])
         program_admitted(program)
-    if mesh.replicas or mesh.spans_processes():
-        # After the processes have agreed on the program (`running_together`).
-        program.call = functools.partial(executables.first_call, program)
-    else:
-        executables.make_ready(program, _placed(donated, kept, floats, ints))
     return execute(program, run.arrays, floats, ints)
 
 
@@ -359,17 +353,15 @@ def dispatch(
         return _call(program, donated, kept, floats, ints)
 
 
-def _call(program: XlaProgram, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
-    with jax.transfer_guard_host_to_device("allow"):  # the numbers go along with the call: a sixth of an upload's time
-        outputs: list[Any] = program.call(*_placed(donated, kept, floats, ints))
-    return outputs
-
-
-def _placed(donated: list[Any], kept: list[Any], floats: Any, ints: Any) -> tuple[Any, ...]:
-    """The arguments of a call, of which at least one tells the device."""
-    if not donated and not kept:
+def _call(program: XlaProgram, donated: list[Any], kept: list[Any], floats: Any, ints: Any) -> list[Any]:
+    if not donated and not kept:  # at least one argument tells the device
         floats, ints = mesh.put(floats), mesh.put(ints)
-    return donated, kept, floats, ints
+    arguments = donated, kept, floats, ints
+    if not program.is_ready:  # several processes have agreed on it by now (`running_together`)
+        executables.make_ready(program, arguments)
+    with jax.transfer_guard_host_to_device("allow"):  # the numbers go along with the call: a sixth of an upload's time
+        outputs: list[Any] = program.jitted(*arguments)
+    return outputs
 
 
 def _forget(targets: list[Buffer]) -> None:
