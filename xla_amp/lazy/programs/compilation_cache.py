@@ -31,11 +31,11 @@ _UNUSED: Final = 60 * 24 * 3600
 _KILLED: Final = 600
 """Seconds after which a file without a time of use belongs to a process that was killed while it wrote."""
 
-_options: dict[str, Any] | None = None
+_chosen: dict[str, Any] | None = None
 """JAX's options for the folder that was chosen, without the folder for what XLA starts with; None before a choice."""
-_before: Mapping[str, Any] = {}
-"""What JAX's options were before ours, while ours are set."""
 _started = False
+_users: Mapping[str, Any] = {}
+"""JAX's options as they were before ours, while ours are set."""
 
 
 def compilation_cache(
@@ -63,7 +63,7 @@ def compilation_cache(
     Source:
         https://docs.jax.dev/en/latest/persistent_compilation_cache.html
     """
-    global _options
+    global _chosen
     arguments.require("compilation_cache(path)", path, (*arguments.PATH, type(None)), "a folder, or None")
     if least_seconds < 0 or (most_bytes is not None and most_bytes < 0):
         raise PolicyError(
@@ -71,13 +71,12 @@ def compilation_cache(
             "not negative"
         )
     if path is None:
-        _options = {}
+        _chosen = {}
     elif not os.fspath(path):
         raise PolicyError(f"compilation_cache({path!r}): expected a folder, or None to store nothing")
     else:
-        own = files.own_folder(path, f"compilation_cache({os.fspath(path)!r})")
-        _options = {
-            "jax_compilation_cache_dir": str(own),
+        _chosen = {
+            "jax_compilation_cache_dir": str(files.own_folder(path, f"compilation_cache({os.fspath(path)!r})")),
             "jax_compilation_cache_max_size": -1 if most_bytes is None else most_bytes,
             "jax_persistent_cache_min_compile_time_secs": float(least_seconds),
             "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -98,43 +97,41 @@ def start() -> None:
         FileError: ``XLA_AMP_CACHE`` names a folder that cannot be used.
     """
     global _started
-    if _options is None:
-        _choose()
     _flags()
+    if _chosen is None:
+        _choose()
     _started = True
     _apply()
 
 
 def _choose() -> None:
     named = config.cache()
-    path = config.default_cache() if named == "default" else None
-    if named == "default" and config.process() is not None and jax.config.values["jax_platforms"] != "cpu":
-        path = None  # compilers of GPUs share work between processes, so either all or none may have a program stored
+    if isinstance(named, Path):
+        return compilation_cache(named)
+    # Compilers of GPUs share work between processes, so either all or none may have a program stored.
+    shares = config.process() is not None and jax.config.values["jax_platforms"] != "cpu"
     try:
-        compilation_cache(named if isinstance(named, Path) else path)
+        compilation_cache(None if named == "off" or shares else config.default_cache())
     except FileError as error:
-        if isinstance(named, Path):
-            raise
         events.warn(f"compiled programs are not stored: {error}, in XLA_AMP_CACHE; XLA_AMP_CACHE=off stores none")
         compilation_cache(None)
 
 
 def _apply() -> None:
-    global _before
-    for name, value in _before.items():
+    global _users
+    for name, value in _users.items():
         jax.config.update(name, value)
-    _before = {}
-    if _options and not is_on():
-        folder = Path(_options["jax_compilation_cache_dir"])
+    _users = {}
+    if _chosen and not is_on():
         try:
-            own = files.own_folder(folder / f"{_PREFIX}{_flags()}", "the cache of compiled programs")
+            path = Path(_chosen["jax_compilation_cache_dir"], f"{_PREFIX}{_flags()}")
+            own = files.own_folder(path, "the cache of compiled programs")
             _clean(own)
         except (FileError, OSError) as error:
             events.warn(f"compiled programs are not stored: {error}")
         else:
-            options = {**_options, "jax_compilation_cache_dir": str(own)}
-            _before = {name: jax.config.values[name] for name in options}
-            for name, value in options.items():
+            _users = {name: jax.config.values[name] for name in _chosen}
+            for name, value in {**_chosen, "jax_compilation_cache_dir": str(own)}.items():
                 jax.config.update(name, value)
     jax_cache.reset_cache()  # JAX reads these options once, at its first compilation
 
