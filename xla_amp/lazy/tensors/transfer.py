@@ -86,7 +86,7 @@ def zeros(wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Ten
     home = pjrt.jax_device()
     with private_api.x64():
         # JAX may use NumPy's memory, which a program cannot overwrite, so only copies of its arrays are given away.
-        sources = {struct: jax.device_put(np.zeros(*struct), home) for struct in structs}
+        sources = {struct: jax.device_put(np.zeros(*struct), home) for struct in dict.fromkeys(structs)}
         return [wrap(jax.device_put(sources[struct], home, may_alias=False)) for struct in structs]
 
 
