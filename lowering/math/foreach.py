@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from xla_amp.common import loss_scaling
 from xla_amp.lowering.math import elementwise, reduction  # noqa: F401  (the rows below name their operations)
@@ -139,11 +140,15 @@ def non_finite_check_and_unscale(
     rounded once.  The check reads the gradients before the product, so an overflow that an `inv_scale` above 1 causes
     is not found, as in torch.
     """
-    finite = [jnp.all(jnp.isfinite(grad)) for grad in grads]
-    unscaled = []
-    for grad in grads:
+
+    @jax.jit  # traced once for all gradients of a shape
+    def checked(grad: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide = up(grad)
-        unscaled.append(wide * as_dtype(inv_scale, wide.dtype).reshape(()))
+        return jnp.all(jnp.isfinite(grad)), lax.mul(wide, as_dtype(scale, wide.dtype))
+
+    scale = inv_scale.reshape(())
+    pairs = [checked(grad, scale) for grad in grads]
+    finite, unscaled = [is_finite for is_finite, _ in pairs], [product for _, product in pairs]
     # XLA must not fuse the reduction of all flags into every update that reads it: such a program grows with the
     # square of the number of gradients.  The barrier prevents that, except on XLA:CPU, which drops it early and
     # expands a reduction of stacked flags into a chain of operations; the negation between the two prevents this.

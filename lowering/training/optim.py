@@ -97,11 +97,14 @@ def _per_count(
     on a GPU, and expands its emulation for every tensor on a TPU.  XLA:CPU computes it once for a tensor, and compiles
     updates of one shape once, unless each reads a different entry of a vector.
     """
-    scalars = [_double(count).reshape(()) for count in counts]
+
+    def rounded(count: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(as_dtype(factor, dtype) for factor in formula(_double(count)))
+
+    counts = [count.reshape(()) if count.ndim else count for count in counts]
     if platform == "cpu" or not counts:
-        rounded = jax.jit(lambda count: tuple(as_dtype(factor, dtype) for factor in formula(count)))
-        return [rounded(count) for count in scalars]
-    factors = lax.optimization_barrier(tuple(as_dtype(factor, dtype) for factor in formula(jnp.stack(scalars))))
+        return list(map(jax.jit(rounded), counts))
+    factors = lax.optimization_barrier(rounded(jnp.stack(counts)))
     return [tuple(factor[i] for factor in factors) for i in range(len(counts))]
 
 
@@ -150,14 +153,16 @@ def adam_step(
     if not decoupled:
         grad = _decayed(grad, param, weight_decay)
     elif not _is_zero(weight_decay):
-        param = param * as_dtype(1 - lr * _double(weight_decay), dtype)
-    exp_avg = keep(exp_avg, exp_avg + as_dtype(1 - beta1, dtype) * (grad - exp_avg))
-    squares = as_dtype(beta2, dtype) * exp_avg_sq + as_dtype(1 - beta2, dtype) * grad * grad
-    second = exp_avg_sq = keep(exp_avg_sq, squares)
+        param = lax.mul(param, as_dtype(1 - lr * _double(weight_decay), dtype))
+    # `lax` instead of operators: they trace a function of `jax.numpy` for each shape.
+    exp_avg = keep(exp_avg, lax.add(exp_avg, lax.mul(as_dtype(1 - beta1, dtype), lax.sub(grad, exp_avg))))
+    square = lax.mul(lax.mul(as_dtype(1 - beta2, dtype), grad), grad)
+    second = exp_avg_sq = keep(exp_avg_sq, lax.add(lax.mul(as_dtype(beta2, dtype), exp_avg_sq), square))
     if max_exp_avg_sq is not None:
         maximum = as_dtype(max_exp_avg_sq, dtype)
-        second = max_exp_avg_sq = keep(maximum, jnp.maximum(maximum, exp_avg_sq))
-    param = param - step_size * exp_avg / (jnp.sqrt(second) / correction + as_dtype(eps, dtype))
+        second = max_exp_avg_sq = keep(maximum, lax.max(maximum, exp_avg_sq))
+    root = lax.add(lax.div(lax.sqrt(second), correction), as_dtype(eps, dtype))
+    param = lax.sub(param, lax.div(lax.mul(step_size, exp_avg), root))
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 
@@ -220,13 +225,13 @@ def _stepped(
     # value were computed from another's unselected update, both would need the old value, and XLA:CPU, where a kernel
     # has one result, would keep a copy of each.
     def unless_skipped(old: jax.Array, new: jax.Array) -> jax.Array:
-        return new if skip is None else jnp.where(skip, as_dtype(old, new.dtype), new)
+        return new if skip is None else lax.select(skip, as_dtype(old, new.dtype), new)
 
     @jax.jit  # traced once for all parameters of a shape
     def updated(param: jax.Array, grad: jax.Array, old: list[Any], factor: tuple[Any, ...]) -> tuple[Any, ...]:
         dtype = opmath(param.dtype)
         if grad_scale is not None:
-            grad = unless_skipped(grad, as_dtype(grad, dtype) / as_dtype(grad_scale, dtype).reshape(()))
+            grad = unless_skipped(grad, lax.div(as_dtype(grad, dtype), as_dtype(grad_scale, dtype).reshape(())))
         new_param, *new = step(param, as_dtype(grad, dtype), *old, *factor, keep=unless_skipped)
         return unless_skipped(param, new_param), grad, *new  # type: ignore[arg-type]
 
