@@ -151,7 +151,7 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-    """``reduce_fn`` of the data of all processes, which travel as JSON (`exchange`).
+    """``reduce_fn`` of the data of all processes, which travel as `torch.save` writes them (`exchange`).
 
     Raises:
         TypeError: `data` is, or has, something that is no number, text, tensor, array or container of them.
