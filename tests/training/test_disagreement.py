@@ -19,7 +19,7 @@ import pytest
 
 from xla_amp.common.config import Process
 from xla_amp.errors import EngineError
-from xla_amp.lazy.distributed import agreement
+from xla_amp.lazy.distributed import agreement, consistency
 
 PROGRAM = Path(__file__).with_name("disagree_program.py")
 
@@ -219,6 +219,14 @@ def test_ends_are_awaited():
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda member, bad: member.leave("a bad end", failed=bad), members, (False, True, False)))
     assert found[:2] == ["a bad end", ""]
+
+
+def test_neighbours_that_have_ended_are_named(monkeypatch):
+    members = connected(3, 16)
+    assert members[0].gone(0) == []
+    members[2].leave("end", failed=True)
+    monkeypatch.setattr(consistency, "_agreement", members[:1])
+    assert consistency.ended() == ["process 2"]
 
 
 def test_strangers_are_not_let_in():

@@ -287,15 +287,24 @@ class Agreement:
         """Starts a thread that ends this process when another has ended and this one does not notice."""
         threading.Thread(target=self._watch, name="xla_amp-processes", daemon=True).start()
 
-    def _watch(self) -> None:
+    def gone(self, seconds: float | None) -> list[Peer]:
+        """The processes that this one is connected to and that have ended.
+
+        Args:
+            seconds: to wait for the end of one; None for ever.
+        """
         ends = select.poll()
         hangs_up = getattr(select, "POLLRDHUP", select.POLLHUP)  # the former is Linux's
         for descriptor in self._of:
             ends.register(descriptor, hangs_up)
-        [(descriptor, _), *_] = ends.poll() or [(-1, 0)]
+        found = ends.poll(None if seconds is None else 1000 * seconds)
+        return [self._of[descriptor] for descriptor, _ in found]
+
+    def _watch(self) -> None:
+        gone = self.gone(None)
         time.sleep(_NOTICE)
-        if descriptor in self._of and not self._over:
-            peer = self._of[descriptor]
+        if gone and not self._over:
+            peer = gone[0]
             reason, until = "", time.monotonic() + _PATIENCE
             with contextlib.suppress(TimeoutError):
                 while (message := peer.receive(until)) is not None:

@@ -18,7 +18,6 @@ import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -42,6 +41,8 @@ _store: list[Any] = []
 """Keeps torch's store alive, which process 0 serves."""
 _agreement: list[agreement.Agreement] = []
 """The connections to other processes, once they have met."""
+_CERTAINTY = 1.0
+"""Seconds to wait until a process with closed connections is reported as ended."""
 _ended_at: tuple[str, int] | None = None
 """File and line of the user's that ended the newest program."""
 _regions: dict[str, regions.Region] = {}
@@ -61,7 +62,6 @@ def settings(process: Process) -> dict[str, str]:
         "version of jax": jax.__version__,
         "_host": socket.gethostname(),
         "_pid": str(os.getpid()),
-        "_space": _pid_space(),
     }
 
 
@@ -70,14 +70,6 @@ def _version() -> str:
         return version("xla_amp")
     except PackageNotFoundError:  # a source tree that is not installed
         return "unknown"
-
-
-def _pid_space() -> str:
-    """The PID namespace: a host may run several containers."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 def _rules(policy: Policy, *, without_builtin: bool = False) -> str:
@@ -204,21 +196,8 @@ def _where(facts: Mapping[str, str]) -> str:
 
 
 def ended() -> list[str]:
-    """The processes of this host that have ended, as text: ``"process 1 (node-3, pid 4711)"``."""
-    here = _pid_space()
-    return [
-        f"process {rank} ({_where(facts)})"
-        for rank, facts in enumerate(_met)
-        if facts["_host"] == socket.gethostname() and facts["_space"] == here and not _is_running(int(facts["_pid"]))
-    ]
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"  # a zombie: ended, and not waited for
+    """The neighbours that have ended, as text: ``"process 1 (node-3, pid 4711)"``; waits for the end of one."""
+    return [name_of(peer.rank) for each in _agreement for peer in each.gone(_CERTAINTY)]
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ sharding, so a training step keeps all shardings.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -26,8 +25,6 @@ AXIS = "replica"
 active: Mesh | None = None
 replicas = False
 """Whether each process of the mesh has separate values (`xla_amp.lazy.distributed.processes`)."""
-_CERTAINTY = 1.0
-"""Seconds to wait until a process with closed connections is reported as ended."""
 _shardings: weakref.WeakKeyDictionary[Buffer, NamedSharding] = weakref.WeakKeyDictionary()
 
 
@@ -183,9 +180,7 @@ def ended_peers() -> str:
     """Suffix for device errors that names peers that have ended; empty for a single process."""
     if not ended.listeners:
         return ""
-    until = time.monotonic() + _CERTAINTY
-    while not (gone := [name for names in ended() for name in names]) and time.monotonic() < until:
-        time.sleep(0.05)
+    gone = [name for names in ended() for name in names]
     if gone:
         return f" ({' and '.join(gone)} has ended)"
     return " (another process has ended or left, if this is about a connection)"
