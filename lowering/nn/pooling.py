@@ -137,8 +137,8 @@ def scatter_to_input(grad: jax.Array, x: jax.Array, indices: jax.Array, rank: in
     """Zeros of the shape of `x`, with `grad` added at flat spatial `indices`."""
     planes, elements = math.prod(x.shape[:-rank]), math.prod(x.shape[-rank:])
     empty = jnp.zeros((planes, elements), opmath(grad.dtype))
-    rows = np.arange(planes)[:, None]
-    return empty.at[rows, indices.reshape(planes, -1)].add(up(grad).reshape(planes, -1)).reshape(x.shape)
+    rows, flat = np.arange(planes)[:, None], (planes, math.prod(grad.shape[-rank:]))
+    return empty.at[rows, indices.reshape(flat)].add(up(grad).reshape(flat)).reshape(x.shape)
 
 
 def max_pool(
