@@ -17,11 +17,6 @@ from xla_amp.lowering.linalg import contraction
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
 ROWS = {
-    "mm": ((5, 7), (7, 3)),
-    "bmm": ((2, 5, 7), (2, 7, 3)),
-    "mv": ((5, 7), (7,)),
-    "dot": ((7,), (7,)),
-    "vdot": ((7,), (7,)),
     "addmm": ((5, 3), (5, 7), (7, 3)),
     "addmv": ((5,), (5, 7), (7,)),
     "baddbmm": ((2, 5, 3), (2, 5, 7), (2, 7, 3)),
@@ -34,14 +29,9 @@ def operands(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
     return [sample(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(ROWS[name])]
 
 
-@together("dtype", [F64, F32, BF16], ids=str)
 @together("name", ROWS)
-def test_as_torch(name: str, dtype: torch.dtype) -> None:
-    check(name, *operands(name, dtype), wide=dtype is BF16)
-
-
-@together("name", ["addmm", "addmv", "baddbmm", "addbmm", "addr"])
-def test_factors(name: str) -> None:
+def test_a_product_is_rounded_once(name: str) -> None:
+    check(name, *operands(name, BF16), wide=True)
     check(name, *operands(name, F32), beta=0.5, alpha=2.0)
     check(name, *operands(name, F64), beta=2, alpha=3)
 
@@ -58,14 +48,9 @@ def test_nan_in_the_start_shows_where_beta_is_not_zero() -> None:
     check("addmm", torch.full_like(start, float("nan")), *factors, beta=1.0)
 
 
-@together("name", ["mm", "addmm", "addr", "dot"])
+@together("name", ["addmm", "addr"])
 def test_integers(name: str) -> None:
     check(name, *operands(name, torch.int64))
-
-
-def test_complex() -> None:
-    check("vdot", *operands("vdot", torch.complex64))
-    check("mm", *operands("mm", torch.complex128))
 
 
 @together("use_gelu", [False, True])
@@ -187,3 +172,29 @@ def test_a_transpose_inside_the_program_is_not_folded_into_a_half_dot() -> None:
 
     y, weight = np.ones((32, 2, 3), np.float32), np.ones((4, 32), jnp.bfloat16)
     np.testing.assert_array_equal(jax.jit(program)(y, weight), np.full((2, 4), 96))
+
+
+# -- a product for each group, against torch's loop, in all four forms and with empty groups --------------------------
+
+GROUPED = {
+    "rows": ((12, 8), (3, 8, 16), [2, 7, 12]),
+    "rows_with_an_empty_group": ((12, 8), (3, 8, 16), [0, 7, 12]),
+    "contracted": ((8, 16), (16, 8), [8, 8, 16]),
+    "columns": ((3, 8, 8), (8, 16), [4, 8, 16]),
+    "one_each": ((3, 8, 8), (3, 8, 16), None),
+}
+
+
+@together("dtype", [torch.float32, torch.bfloat16], ids=str)
+@together("name", GROUPED)
+def test_grouped(name: str, dtype: torch.dtype) -> None:
+    left, right, ends = GROUPED[name]
+    offsets = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    operands = sample(*left, dtype=dtype, seed=0), sample(*right, dtype=dtype, seed=1)
+    tolerance = {"rtol": 2**-8, "atol": 2**-8} if dtype is torch.bfloat16 else {}
+    check("_grouped_mm", *operands, offsets, **tolerance)
+
+
+def test_rows_after_the_last_group_are_zero() -> None:
+    product = contraction.grouped_mm(jnp.ones((8, 4)), jnp.ones((2, 4, 4)), jnp.array([2, 5]), platform="cpu")
+    assert product[:, 0].tolist() == [4, 4, 4, 4, 4, 0, 0, 0]
