@@ -50,7 +50,7 @@ CALLS: dict[str, Callable[[list[Tensor], str], Tensor]] = {
     "plain": lambda q, where: attention(*q) + 0 * q[0].sum(),
     "causal": lambda q, where: attention(*q, is_causal=True, scale=0.2),
     "mask": lambda q, where: attention(*q, attn_mask=mask(where)),
-    "bias": lambda q, where: attention(*q, attn_mask=sample(6, 7, seed=6).to(where)),
+    "bias": lambda q, where: attention(*q[:3], attn_mask=q[3]),
     "shared keys": lambda q, where: attention(*q, enable_gqa=True, is_causal=True),
     "three dimensions": lambda q, where: attention(*(x[0] for x in q)),
     "transposed": lambda q, where: attention(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in q)),
@@ -60,6 +60,8 @@ CALLS: dict[str, Callable[[list[Tensor], str], Tensor]] = {
 def test_attention(device):
     def with_gradients(where: str, call: Callable[[list[Tensor], str], Tensor]) -> Any:
         q = operands(where, 2 if call is CALLS["shared keys"] else 4)
+        if call is CALLS["bias"]:
+            q.append(sample(6, 7, seed=6).to(where).requires_grad_())
         y = call(q, where)
         return y, torch.autograd.grad(y, q, sample(*y.shape, seed=7).to(where))
 
@@ -202,6 +204,16 @@ def test_recurrent_networks(device):
     same_modules(cases)
 
 
+def test_gradients_of_one_result_of_a_cell(device):
+    def program(where: str) -> Any:
+        torch.manual_seed(0)
+        cell = nn.LSTMCell(5, 4).double().to(where)
+        sums = [state.sum() for state in cell(SEQUENCE[0].to(where))]
+        return [torch.autograd.grad(each, cell.parameters(), retain_graph=True) for each in sums]
+
+    assert_same(program, **EXACT)
+
+
 def test_a_layer_is_one_operation_however_long_the_sequence(device):
     lengths = []
     network = nn.LSTM(5, 4).double().to(device)
@@ -234,12 +246,14 @@ TOKENS = sample(2, 5, 8)
 @pytest.mark.parametrize("training", [False, True])
 def test_attention_layers(training, device):
     torch.manual_seed(0)
-    masks = [{}, {"need_weights": False}, {"key_padding_mask": PADDING}]
+    masks = [{}, {"need_weights": False}, {"average_attn_weights": False}, {"key_padding_mask": PADDING}]
     masks += [{"attn_mask": CAUSAL, "key_padding_mask": PADDING}]
     heads = nn.MultiheadAttention(8, 2, batch_first=True).train(training)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=training)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not training).train(training)
     cases = {f"heads {' '.join(options)}": case(heads, TOKENS, TOKENS, TOKENS, **options) for options in masks}
+    other = nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu", batch_first=True, norm_first=not training)
+    cases["one layer"] = case(other.train(training), TOKENS)
     same_modules(cases | {"encoder": case(encoder, TOKENS), "causal encoder": case(encoder, TOKENS, mask=CAUSAL)})
 
 

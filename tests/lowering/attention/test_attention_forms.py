@@ -137,7 +137,7 @@ def test_forward_and_backward(shape, bias, form, monkeypatch):
     monkeypatch.setattr(blocked, "BLOCK", 8)
     batch, heads, _, rows, columns, *_ = SHAPES[shape]
     added = BIASES[bias](batch, heads, rows, columns)
-    for dtype, causal in ((jnp.float64, False), (jnp.bfloat16, True)) if form is blocked else ((jnp.float64, True),):
+    for dtype, causal in ((jnp.float64, form is full_matrix), (jnp.bfloat16, form is blocked)):
         query, key, value, grad = made(dtype, *SHAPES[shape])
         low = None if added is None else jnp.asarray(added, bool if added.dtype == bool else dtype)
         call = Attention(query=query, key=key, value=value, bias=low, causal=causal, given_scale=0.4, platform="cpu")
@@ -168,14 +168,15 @@ def test_a_permuted_operand_is_the_same_operand(platform, monkeypatch):
         agree(computed(form, call, turned[3]), want, TOLERANCES[jnp.float64])
 
 
-def test_blocks_drop_the_same_weights_in_both_passes(monkeypatch):
+@pytest.mark.parametrize("form", [blocked, full_matrix])
+def test_both_passes_drop_the_same_weights(form, monkeypatch):
     monkeypatch.setattr(blocked, "BLOCK", 8)
     rows, columns, dropout = 36, 16, 0.4
     query, key, _, _ = made(jnp.float64, 1, 2, 2, rows, columns, 8, 8)
     value = jnp.broadcast_to(jnp.eye(columns), (1, 2, columns, columns))
     grad = jnp.asarray(RNG.uniform(-1, 1, (1, 2, rows, columns)))
     call = Attention(query=query, key=key, value=value, dropout=dropout, rng=jax.random.key(3), platform="cpu")
-    got = computed(blocked, call, grad)
+    got = computed(form, call, grad)
     kept = np.asarray(got["output"] != 0) / (1 - dropout)
     assert 0.5 < (kept > 0).mean() < 0.7
     assert len({tuple(row) for row in kept[0, 0]}) > rows // 2  # the blocks draw their own
