@@ -1,12 +1,21 @@
-"""Normalization and softmax against torch on the CPU."""
+"""Batch norm on each platform, statistics of half types and far from zero, against torch on the CPU or float64."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
 import torch
-from harness import check, check_rows, lowered, row, sample, together, untested
+from harness import check, lowered, lowering_of, sample, together
+from torch.nn import functional as F
+
+import xla_amp
+from xla_amp.lowering.nn.normalization import _batch_statistics
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 aten = torch.ops.aten
@@ -20,40 +29,6 @@ def options(dtype: torch.dtype) -> dict[str, Any]:
 def forward(dtype: torch.dtype, kept: torch.dtype) -> dict[str, Any]:
     # where all is bfloat16 the CPU keeps the statistics of the batch in it, a device in float32
     return options(dtype) | ({"skip": (1, 2)} if kept is BF16 else {})
-
-
-Affine = tuple[torch.Tensor | None, torch.Tensor | None]
-
-
-def affine(channels: int | list[int], dtype: torch.dtype, given: bool) -> Affine:
-    shape = [channels] if isinstance(channels, int) else channels
-    if not given:
-        return None, None
-    return sample(*shape, dtype=dtype, seed=1), sample(*shape, dtype=dtype, seed=2)
-
-
-@together("dtype", [F32, BF16], ids=str)
-@together("given", [True, False], ids=["affine", "plain"])
-@together(("shape", "over"), [((3, 4, 5), [5]), ((3, 4, 5), [4, 5]), ((7,), [7])], ids=str)
-def test_layer_norm(shape: tuple[int, ...], over: list[int], given: bool, dtype: torch.dtype) -> None:
-    x, (weight, bias) = sample(*shape, dtype=dtype), affine(over, dtype, given)
-    check("native_layer_norm", x, over, weight, bias, 1e-5, **forward(dtype, dtype))
-    _, mean, rstd = aten.native_layer_norm(x, over, weight, bias, 1e-5)
-    grad = sample(*shape, dtype=dtype, seed=3)
-    mask = [True, given, given]
-    check("native_layer_norm_backward", grad, x, over, mean, rstd, weight, bias, mask, **options(dtype))
-
-
-@together("dtype", [F32, BF16], ids=str)
-@together("given", [True, False], ids=["affine", "plain"])
-@together(("shape", "groups"), [((2, 6, 5), 3), ((2, 6, 3, 4), 1), ((2, 6, 2, 2, 2), 6)], ids=str)
-def test_group_norm(shape: tuple[int, ...], groups: int, given: bool, dtype: torch.dtype) -> None:
-    x, (weight, bias) = sample(*shape, dtype=dtype), affine(shape[1], dtype, given)
-    sizes = (*shape[:2], math.prod(shape[2:]), groups)
-    check("native_group_norm", x, weight, bias, *sizes, 1e-5, **options(dtype))
-    _, mean, rstd = aten.native_group_norm(x, weight, bias, *sizes, 1e-5)
-    grad = sample(*shape, dtype=dtype, seed=3)
-    check("native_group_norm_backward", grad, x, mean, rstd, weight, *sizes, [True, given, given], **options(dtype))
 
 
 BATCH_KINDS = [(F64, F64), (F32, F32), (BF16, F32), (BF16, BF16)]
@@ -73,7 +48,7 @@ def test_batch_norm(
 ) -> None:
     if platform != "cpu" and (len(shape) == 2 or kept is not F32):
         return  # the other forms differ in how they sum
-    x, (weight, bias) = sample(*shape, dtype=dtype), affine(3, kept, True)
+    x, weight, bias = sample(*shape, dtype=dtype), sample(3, dtype=kept, seed=1), sample(3, dtype=kept, seed=2)
     mean, variance = running(kept)
     arguments = (x, weight, bias, mean, variance, training, 0.1, 1e-5)
     check("native_batch_norm", *arguments, platform=platform, **forward(dtype, kept))
@@ -120,40 +95,162 @@ def test_variance_does_not_cancel() -> None:
     assert (naive - x.double().var(1, correction=0)).abs().max() > 0.01
 
 
-def soft(dim: int, *shape: int) -> Any:
-    return lambda d: (sample(*shape, dtype=d), dim, False)
+def test_softmax_of_rows_that_are_masked() -> None:
+    for dtype in (F32, F64, BF16):
+        x = sample(3, 4, dtype=dtype)
+        x[1] = x[2, 1] = -math.inf
+        check("_softmax", x, -1, False, wide=True)
+        check("_safe_softmax", x, -1, wide=True)
+    check("_safe_softmax", x, 0, F32)
 
 
-def soft_backward(dim: int, *shape: int) -> Any:
-    return lambda d: (sample(*shape, dtype=d), sample(*shape, dtype=d, low=0, high=1, seed=1), dim, d)
+# -- half types: the result is that of float64, rounded once ----------------------------------------------------------
+
+CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "layer_norm": lambda x: F.layer_norm(x, [256]),
+    "group_norm": lambda x: F.group_norm(x.view(4, 16, 16), 4),
+    "batch_norm": lambda x: F.batch_norm(x.view(4, 4, 64), None, None, training=True),
+    "instance_norm": lambda x: F.instance_norm(x.view(4, 4, 64)),
+    "rms_norm": lambda x: F.rms_norm(x, [256]),
+    "softmax": lambda x: F.softmax(x / 8, -1),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "logsumexp": lambda x: torch.logsumexp(x / 50, -1),  # its gradient reads the rounded result
+    "sum": lambda x: x.sum(-1),
+    "mean": lambda x: x.mean(-1),
+    "var": lambda x: x.var(-1),
+    "cumsum": lambda x: x.cumsum(-1),
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+}
 
 
-def masked(dtype: torch.dtype) -> torch.Tensor:
-    x = sample(3, 4, dtype=dtype)
-    x[1] = x[2, 1] = -math.inf
-    return x
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_the_result_is_rounded_once(name: str, dtype: torch.dtype) -> None:
+    """The mean, 50, is far from zero: a difference from a rounded mean is wrong in the second digit."""
+    torch.manual_seed(0)
+    x = (torch.randn(4, 256) * 3 + 50).to(dtype)
+    grad = torch.randn(CALLS[name](x.double()).shape)
+    found = []
+    for each in (x.to(xla_amp.xla_device()), x.double()):
+        leaf = each.detach().requires_grad_()
+        y = CALLS[name](leaf)
+        y.backward(grad.to(y))
+        assert leaf.grad is not None
+        found.append((y.detach().cpu().double(), leaf.grad.cpu().double()))
+    (got, slope), (wanted, expected) = found
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(got, wanted, rtol=0.51 * step, atol=1e-5)
+    # the gradient starts from the rounded `grad`, and from a result that was rounded where torch saves it
+    torch.testing.assert_close(slope, expected, rtol=4 * step, atol=4 * step * float(expected.abs().max()))
 
 
-ROWS = [
-    *(row(f"_{name}", "fdb", soft(1, 3, 4), wide=True) for name in ("softmax", "log_softmax")),
-    *(row(f"_{name}", "fdb", soft(-2, 3, 4, 5), wide=True) for name in ("softmax", "log_softmax")),
-    *(row(f"_{name}", "fdb", soft(0), wide=True) for name in ("softmax", "log_softmax")),
-    *(row(f"_{name}_backward_data", "fdb", soft_backward(1, 3, 4), wide=True) for name in ("softmax", "log_softmax")),
-    *(row(f"_{name}_backward_data", "fdb", soft_backward(0), wide=True) for name in ("softmax", "log_softmax")),
-    row("_softmax", "fdb", lambda d: (masked(d), -1, False), wide=True),
-    row("_safe_softmax", "fdb", lambda d: (masked(d), -1), wide=True),
-    row("_safe_softmax", "b", lambda d: (masked(d), 0, F32)),
-]
-ELSEWHERE = (
-    *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
-    *("native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit"),
-    *("_native_batch_norm_legit.no_stats", "_batch_norm_with_update", "batch_norm_backward"),
-)
+# -- batch norm's one-pass statistics where a channel's mean is far from zero -----------------------------------------
 
 
-def test_softmax() -> None:
-    check_rows(ROWS)
+def off_center(mean: float, dtype: torch.dtype = F32, shape: tuple[int, ...] = (16, 4, 24, 24)) -> torch.Tensor:
+    """Channels with standard deviations one and two around `mean` and its negative."""
+    generator = torch.Generator().manual_seed(7)
+    channels = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    spread = torch.tensor([1.0, 1.0, 2.0, 2.0], dtype=torch.float64)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    view = (1, 4, *(1,) * (len(shape) - 2))
+    return (mean * channels.reshape(view) + spread.reshape(view) * noise).to(dtype)
 
 
-def test_every_lowering_is_tested() -> None:
-    assert untested(["normalization"], ROWS, elsewhere=ELSEWHERE) == []
+def statistics_in_error(x: torch.Tensor, running_mean: torch.Tensor | None, platform: str) -> tuple[float, float]:
+    """The largest errors over all channels: the mean's in standard deviations, and the variance's relative error."""
+    near = None if running_mean is None else jnp.asarray(running_mean.float().numpy())
+    mean, variance = jax.jit(_batch_statistics, static_argnums=2)(jnp.asarray(x.float().numpy()), near, platform)
+    axes = (0, *range(2, x.dim()))
+    exact = x.double().mean(axes), x.double().var(axes, correction=0)
+    error = np.abs(np.asarray(mean, np.float64) - exact[0].numpy()) / exact[1].sqrt().numpy()
+    return float(error.max()), float(np.abs(np.asarray(variance, np.float64) / exact[1].numpy() - 1).max())
+
+
+@pytest.mark.parametrize("shape", [(16, 4, 24, 24), (1, 4, 50, 60), (4000, 4)], ids=str)
+@pytest.mark.parametrize("mean", [0.0, 30.0, 1e3, 1e4])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_statistics_far_from_zero(platform: str, mean: float, shape: tuple[int, ...]) -> None:
+    x = off_center(mean, shape=shape)
+    followed = x.double().mean((0, *range(2, x.dim())))  # the converged running mean
+    center, variance = statistics_in_error(x, followed, platform)
+    assert center < 1e-5 + 1e-7 * mean  # the mean itself is a float32
+    assert variance < 1e-5
+
+
+@pytest.mark.parametrize(("mean", "error"), [(1.0, 1e-5), (30.0, 1e-3)])
+def test_statistics_on_tpu_before_the_running_mean_converges(mean: float, error: float) -> None:
+    assert statistics_in_error(off_center(mean), torch.zeros(4), "tpu")[1] < error
+
+
+@pytest.mark.parametrize("running", [1e6, 1e30, float("inf"), float("nan")])
+def test_a_running_mean_that_has_met_an_overflow_does_no_harm_on_tpu(running: float) -> None:
+    """In training torch's statistics depend on the batch alone: they recover with the next finite batch."""
+    center, variance = statistics_in_error(off_center(1.0), torch.full((4,), running), "tpu")
+    assert center < 1e-5
+    assert variance < 1e-5
+
+
+def test_differences_of_plain_squares_would_fail() -> None:
+    """Without a shift, as on a TPU whose running mean has not converged, the tests above would fail."""
+    assert statistics_in_error(off_center(1e3), torch.zeros(4), "tpu")[1] > 1e-2
+    assert statistics_in_error(off_center(1e3), None, "tpu")[1] < 1e-5  # no running mean, two passes
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_a_constant_channel_has_no_negative_variance(platform: str) -> None:
+    x = torch.full((8, 2, 5, 5), 3.3)
+    like = [x, *(torch.empty(2) for _ in range(4))]
+    arguments = (x, torch.ones(2), torch.zeros(2), torch.zeros(2), torch.ones(2), True, 0.1, 1e-5)
+    y, _, rstd, _, _ = lowered("native_batch_norm", *arguments, like=like, platform=platform)
+    assert y.abs().max() < 1e-2
+    assert torch.isfinite(rstd).all()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_gradients_where_the_mean_is_far_from_zero(platform: str, dtype: torch.dtype) -> None:
+    """A sum of ``grad * x`` instead of ``grad * (x - mean)`` would lose the weight's gradient."""
+    x, grad = off_center(100.0, dtype, (6, 4, 9, 9)), sample(6, 4, 9, 9, dtype=dtype, seed=3)
+    weight = sample(4, dtype=F32, seed=1)
+    wide = (grad.double(), x.double(), weight.double(), None, None)
+    axes = (0, 2, 3)
+    mean, rstd = x.double().mean(axes), (x.double().var(axes, correction=0) + 1e-5).rsqrt()
+    expected = aten.native_batch_norm_backward(*wide, mean, rstd, True, 1e-5, [True] * 3)
+    narrow = (grad, x, weight, None, None, mean.float(), rstd.float(), True, 1e-5, [True] * 3)
+    like = [torch.empty_like(x), torch.empty(4), torch.empty(4)]
+    got = lowered("native_batch_norm_backward", *narrow, like=like, platform=platform)
+    for one, other in zip(got, expected, strict=True):
+        tolerance = {"rtol": 2**-8, "atol": 2**-8} if one.dtype == BF16 else {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(one.double(), other, **tolerance)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_an_empty_batch(platform: str) -> None:
+    x = torch.empty(0, 3, 4, 4)
+    vectors = [torch.ones(3) for _ in range(4)]
+    like = [x, *(torch.empty(3) for _ in range(4))]
+    y, *_ = lowered("native_batch_norm", x, *vectors, False, 0.1, 1e-5, like=like, platform=platform)
+    assert y.shape == x.shape
+    backward = (x, x, vectors[0], *vectors[2:], *vectors[:2], True, 1e-5, [True] * 3)
+    grad, weight, bias = lowered("native_batch_norm_backward", *backward, like=[x, *like[1:3]], platform=platform)
+    assert grad.shape == x.shape
+    assert not weight.any()
+    assert not bias.any()
+
+
+def test_the_gradient_that_two_kernels_read_is_kept_low_on_gpu() -> None:
+    """A barrier, only for half gradients, keeps XLA from recomputing them from wider values."""
+
+    def barriers(dtype: jnp.dtype, platform: str) -> int:
+        x = jax.ShapeDtypeStruct((2, 3, 4, 4), dtype)
+        vector = jax.ShapeDtypeStruct((3,), jnp.float32)
+
+        def backward(grad: jax.Array, x: jax.Array, weight: jax.Array, mean: jax.Array, rstd: jax.Array) -> object:
+            function = lowering_of("native_batch_norm_backward").function
+            return function(grad, x, weight, None, None, mean, rstd, True, 1e-5, [True] * 3, platform=platform)
+
+        return str(jax.make_jaxpr(backward)(x, x, vector, vector, vector)).count("optimization_barrier")
+
+    assert barriers(jnp.bfloat16, "gpu") == 1
+    assert [barriers(jnp.float32, "gpu"), barriers(jnp.bfloat16, "tpu"), barriers(jnp.bfloat16, "cpu")] == [0, 0, 0]

@@ -1,10 +1,11 @@
-"""Pooling and resampling against torch on the CPU."""
+"""Pooling and resampling against torch on the CPU: forms by platform, ties and NaN, sums of half types.
+
+Ordinary calls are those of torch's operator database (tests/lazy/op_db).
+"""
 
 from __future__ import annotations
 
 import math
-import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from harness import check, sample, together, untested
+from harness import check, sample, together
 
 from xla_amp.lowering.nn import axis_map, pooling
 
@@ -107,59 +108,40 @@ def test_positions_cost_nothing_when_unread(platform: str) -> None:
     assert "s32[" in both
 
 
-AVERAGE_WINDOWS: dict[str, tuple[Any, ...]] = {
-    "overlapping": ([3], [2], [1], False, True, None),
-    "ceil": ([3], [2], [1], True, True, None),
-    "ceil, padding not counted": ([3], [2], [1], True, False, None),
-    "no stride given": ([2], [], [0], True, False, None),
-    "divisor": ([3], [1], [1], False, True, 5),
-    "gaps": ([2, 3], [4, 5], [1, 0], False, True, None),
-}
-
-
-@together("window", AVERAGE_WINDOWS)
-@together("dtype", [F32, BF16], ids=str)
-def test_avg_pool(window: str, dtype: torch.dtype) -> None:
-    kernel, stride, *rest = AVERAGE_WINDOWS[window]
-    x = sample(2, 3, 11, 9, dtype=dtype)
-    check("avg_pool2d", x, kernel, stride, *rest, wide=True)
-    y = aten.avg_pool2d(x, kernel, stride, *rest)
-    grad = sample(*y.shape, dtype=dtype, seed=1)
-    check("avg_pool2d_backward", grad, x, kernel, stride or kernel, *rest, wide=True)
-
-
-def test_avg_pool_3d_and_integers() -> None:
-    x, window = sample(1, 2, 5, 6, 7), ([2, 3, 2], [2, 1, 2], [1, 1, 0], True, False, None)
-    check("avg_pool3d", x, *window)
-    check("avg_pool3d_backward", sample(*aten.avg_pool3d(x, *window).shape), x, *window)
+def test_average_windows_with_gaps_and_of_integers() -> None:
+    check("avg_pool2d", sample(2, 3, 11, 9), [2, 3], [4, 5], [1, 0])
+    check("avg_pool2d_backward", sample(2, 3, 3, 2), sample(2, 3, 11, 9), [2, 3], [4, 5], [1, 0], False, True, None)
     check("avg_pool2d", sample(1, 8, 8, dtype=torch.int64).abs(), [3], [2], [1])
 
 
-@together("size", [(1, 1), (7, 7), (4, 3), (13, 5)], ids=str)
-@together("shape", [(2, 11, 9), (1, 2, 14, 14)], ids=str)
-def test_adaptive(shape: tuple[int, ...], size: tuple[int, int]) -> None:
-    for dtype in (F32, BF16):
-        x, grad = sample(*shape, dtype=dtype), sample(*shape[:-2], *size, dtype=dtype, seed=1)
-        check("_adaptive_avg_pool2d", x, size, wide=True)
-        check("_adaptive_avg_pool2d_backward", grad, x, wide=True)
-    check("adaptive_max_pool2d", x, size)
+@together("size", [(1, 1), (7, 7), (13, 5)], ids=str)
+def test_adaptive_windows_of_halves(size: tuple[int, int]) -> None:
+    x, grad = sample(2, 11, 9, dtype=BF16), sample(2, *size, dtype=BF16, seed=1)
+    check("_adaptive_avg_pool2d", x, size, wide=True)
+    check("_adaptive_avg_pool2d_backward", grad, x, wide=True)
     check("adaptive_max_pool2d_backward", grad, x, aten.adaptive_max_pool2d(x, size)[1], wide=True)
 
 
-def test_adaptive_3d() -> None:
-    x, size = sample(1, 2, 5, 6, 7), (2, 3, 4)
-    grad = sample(1, 2, *size, seed=1)
-    check("_adaptive_avg_pool3d", x, size)
-    check("_adaptive_avg_pool3d_backward", grad, x)
-    check("adaptive_max_pool3d", x, size)
-    check("adaptive_max_pool3d_backward", grad, x, aten.adaptive_max_pool3d(x, size)[1])
+FRACTIONS = {
+    "2d": (2, (9, 7), [2, 3], [4, 3]),
+    "2d, one row": (2, (5, 6), [5, 2], [1, 4]),
+    "3d": (3, (6, 7, 8), [2, 3, 2], [3, 2, 4]),
+}
 
 
-def test_unpool() -> None:
-    y, indices = aten.max_pool2d_with_indices(sample(1, 2, 6, 8), [2])
-    check("max_unpool2d", y, indices, [6, 8])
-    y, indices = aten.max_pool3d_with_indices(sample(1, 2, 4, 6, 8), [2])
-    check("max_unpool3d", y, indices, [4, 6, 8], [2, 2, 2], [0, 0, 0])
+@together("case", FRACTIONS)
+@together("batched", [True, False])
+def test_fractional_windows(case: str, batched: bool) -> None:
+    """With the same random samples."""
+    rank, spatial, window, rows = FRACTIONS[case]
+    x = with_ties(2, 3, *spatial)
+    x[0, 0, *(1,) * rank] = math.nan
+    x = x if batched else x[0]
+    draws = sample(2 if batched else 1, 3, rank, low=0.0, high=1.0)
+    name = f"fractional_max_pool{rank}d"
+    check(name, x, window, rows, draws, rtol=0, atol=0)
+    y, indices = getattr(aten, name)(x, window, rows, draws)
+    check(f"{name}_backward", sample(*y.shape, seed=1), x, window, rows, indices)
 
 
 def test_axis_map_transpose_is_the_transpose() -> None:
@@ -179,33 +161,6 @@ def test_axis_map_transpose_is_the_transpose() -> None:
 
 # -- interpolation ----------------------------------------------------------------------------------------------------
 
-NEAREST = {1: ["upsample_nearest1d", "_upsample_nearest_exact1d"]}
-NEAREST |= {r: [f"upsample_nearest{r}d", f"_upsample_nearest_exact{r}d"] for r in (2, 3)}
-SMOOTH = {
-    1: ["upsample_linear1d"],
-    2: ["upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"],
-    3: ["upsample_trilinear3d"],
-}
-SIZES: list[tuple[Sequence[int], Sequence[float]]] = [
-    ((14, 10, 6), ()),
-    ((5, 9, 2), ()),
-    ((21, 15, 9), ()),
-    ((1, 1, 2), ()),
-    ((10, 8, 5), (1.5, 1.7, 1.9)),
-]
-
-
-@together("rank", [1, 2, 3])
-@together(("size", "scales"), SIZES, ids=str)
-def test_upsample(rank: int, size: Sequence[int], scales: Sequence[float]) -> None:
-    x, grad = sample(1, 2, *(7, 5, 3)[:rank]), sample(1, 2, *size[:rank], seed=1)
-    for name in NEAREST[rank] + SMOOTH[rank]:
-        align = () if name in NEAREST[rank] else (sum(size) % 2 == 0,)
-        arguments = (list(size[:rank]), *align, *scales[:rank])
-        check(name, x, *arguments, rtol=1e-5, atol=1e-5)
-        backward = (grad, arguments[0], list(x.shape), *arguments[1:])
-        check(f"{name}_backward", *backward, rtol=1e-5, atol=1e-5)
-
 
 @together("name", ["upsample_nearest2d", "upsample_bilinear2d"])
 def test_upsample_halves(name: str) -> None:
@@ -213,6 +168,13 @@ def test_upsample_halves(name: str) -> None:
     check(name, sample(1, 2, 4, 5, dtype=BF16), [8, 7], *align, wide=True)
     grad = sample(1, 2, 8, 7, dtype=BF16)
     check(f"{name}_backward", grad, [8, 7], [1, 2, 4, 5], *align, wide=True)
+
+
+@together("name", ["upsample_nearest2d", "_upsample_nearest_exact2d", "_upsample_bicubic2d_aa"])
+def test_upsample_by_factors(name: str) -> None:
+    align = (False,) if "aa" in name else ()
+    check(name, sample(1, 2, 7, 5), [10, 8], *align, 1.5, 1.7)
+    check(f"{name}_backward", sample(1, 2, 10, 8), [10, 8], [1, 2, 7, 5], *align, 1.5, 1.7)
 
 
 def test_upsample_specials() -> None:
@@ -224,37 +186,7 @@ def test_upsample_specials() -> None:
     check("upsample_bilinear2d", x, [3, 3], False)
 
 
-@together("mode", [0, 1, 2], ids=["bilinear", "nearest", "bicubic"])
-@together("padding", [0, 1, 2], ids=["zeros", "border", "reflection"])
-@together("align", [False, True])
-def test_grid_sampler(mode: int, padding: int, align: bool) -> None:
-    if align == (mode + padding) % 2:
-        return  # half of the combinations, in which each pair is there
-    x = sample(2, 3, 5, 6, dtype=F64)
-    grid = sample(2, 4, 7, 2, dtype=F64, low=-1.6, high=1.6, seed=5)
-    grad = sample(2, 3, 4, 7, dtype=F64, seed=7)
-    check("grid_sampler_2d", x, grid, mode, padding, align)
-    check("grid_sampler_2d_backward", grad, x, grid, mode, padding, align, [True, True])
-
-
 def test_grid_sampler_under_its_other_name() -> None:
     x, grid = sample(2, 3, 5, 6, dtype=F32), sample(2, 4, 7, 2, dtype=F32, low=-1.6, high=1.6, seed=5)
     check("_grid_sampler_2d_cpu_fallback", x, grid, 0, 1, True)
     check("_grid_sampler_2d_cpu_fallback_backward", sample(2, 3, 4, 7, dtype=F32, seed=7), x, grid, 0, 1, True)
-
-
-def test_grid_sampler_3d() -> None:
-    x = sample(1, 2, 5, 6, 4, dtype=F64)
-    grid = sample(1, 4, 3, 2, 3, dtype=F64, low=-1.6, high=1.6, seed=5)
-    grad = sample(1, 2, 4, 3, 2, dtype=F64, seed=7)
-    for mode in (0, 1):
-        check("grid_sampler_3d", x, grid, mode, 2, False)
-        check("grid_sampler_3d_backward", grad, x, grid, mode, 2, False, [True, True])
-
-
-def test_every_lowering_is_named_here() -> None:
-    text = pathlib.Path(__file__).read_text()
-    names = [name for table in (NEAREST, SMOOTH) for row in table.values() for name in row]
-    looped = [*names, *(f"{name}_backward" for name in names)]
-    rest = untested(["pooling", "resampling"], [], elsewhere=looped)
-    assert [name for name in rest if f'"{name}"' not in text] == []
