@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_runs import Training
 from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 
 from xla_amp import lazy as engine
@@ -41,53 +42,12 @@ def options(info: OptimizerInfo) -> Iterator[dict[str, Any]]:
         yield {**last, "fused": True}
 
 
-class Training:
-    """Two parameters under one optimizer, and gradients that depend on them.
-
-    Args:
-        info: the optimizer.
-        kwargs: its options.
-        where: device of the parameters.
-    """
-
-    def __init__(self, info: OptimizerInfo, kwargs: dict[str, Any], where: str) -> None:
-        generator = torch.Generator().manual_seed(0)
-        shapes = ((3, 4),) if info.optim_cls is torch.optim.Muon else ((3, 4), (5,))
-        self.parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(where)) for shape in shapes]
-        self.targets = [torch.randn(shape, generator=generator).to(where) for shape in shapes]
-        if where == "cpu":
-            kwargs = {name: value for name, value in kwargs.items() if name not in ON_THE_DEVICE}
-        kwargs = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in kwargs.items()}
-        self.optimizer = info.optim_cls(self.parameters, **kwargs)
-
-    def loss(self) -> torch.Tensor:
-        self.optimizer.zero_grad()
-        loss = torch.stack([(p - t).pow(2).sum() for p, t in zip(self.parameters, self.targets, strict=True)]).sum()
-        loss.backward()
-        if self.optimizer.__class__.__name__ in SPARSE:
-            for parameter in self.parameters:
-                parameter.grad = _rows_of(parameter.grad)
-        return loss
-
-    def step(self) -> None:
-        if self.optimizer.__class__.__name__ in CLOSURE:
-            self.optimizer.step(self.loss)
-        else:
-            self.loss()
-            self.optimizer.step()
-
-    def same_as(self, other: Training, what: Any) -> None:
-        for mine, theirs in zip(self.parameters, other.parameters, strict=True):
-            torch.testing.assert_close(
-                mine.detach().cpu(), theirs.detach(), rtol=1e-5, atol=1e-6, msg=lambda text: f"{what}: {text}"
-            )
+def training(info: OptimizerInfo, kwargs: dict[str, Any], where: str) -> Training:
+    return Training(info, {n: x for n, x in kwargs.items() if where != "cpu" or n not in ON_THE_DEVICE}, where)
 
 
-def _rows_of(gradient: torch.Tensor) -> torch.Tensor:
-    """A sparse gradient of two rows, in three entries."""
-    rows = torch.tensor([2, 0, 2]).to(gradient.device)
-    values = gradient.index_select(0, rows)
-    return torch.sparse_coo_tensor(rows.reshape(1, 3), values, gradient.shape, check_invariants=False)
+def same(ours: Training, theirs: Training, what: Any) -> None:
+    torch.testing.assert_close(ours.values(), theirs.values(), rtol=1e-5, atol=1e-6, msg=lambda text: f"{what}: {text}")
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's SparseAdam, once a process
@@ -96,17 +56,17 @@ def test_trains_as_on_the_cpu(device: torch.device, name: str) -> None:
     """All sets of options side by side, so that a step of all is one executable."""
     info = OPTIMIZERS[name]
     rows = list(options(info))
-    ours = [Training(info, kwargs, "jax") for kwargs in rows]
-    theirs = [Training(info, kwargs, "cpu") for kwargs in rows]
+    ours = [training(info, kwargs, "jax") for kwargs in rows]
+    theirs = [training(info, kwargs, "cpu") for kwargs in rows]
     for step in range(STEPS):
         with step_marker.paused(), counted() as counts:
-            for training in (*ours, *theirs):
-                training.step()
+            for each in (*ours, *theirs):
+                each.step()
             engine.sync()
         assert (counts.executions == 1 and counts.host_syncs == 0) or name in WAITS, step
     assert counts.compilations == 0 or name in WAITS
     for kwargs, mine, other in zip(rows, ours, theirs, strict=True):
-        mine.same_as(other, kwargs)
+        same(mine, other, kwargs)
 
 
 @pytest.mark.full
@@ -114,11 +74,11 @@ def test_trains_as_on_the_cpu(device: torch.device, name: str) -> None:
 def test_trains_as_on_the_cpu_with_a_closure(device: torch.device, name: str) -> None:
     """A line search decides in Python by what it reads, so it waits for the device."""
     for given in OPTIMIZERS[name].optim_inputs_func(device="cpu"):
-        ours, theirs = (Training(OPTIMIZERS[name], given.kwargs, where) for where in ("jax", "cpu"))
+        ours, theirs = (training(OPTIMIZERS[name], given.kwargs, where) for where in ("jax", "cpu"))
         for _ in range(2):
             ours.step()
             theirs.step()
-        ours.same_as(theirs, given.kwargs)
+        same(ours, theirs, given.kwargs)
 
 
 def test_every_optimizer_of_torch_is_here() -> None:
@@ -139,4 +99,4 @@ def test_the_comparison_can_fail(device: torch.device) -> None:
         more.step()
         assert all(math.isfinite(p.sum().item()) for p in more.parameters)
         with pytest.raises(AssertionError, match="Mismatched elements"):
-            less.same_as(more, name)
+            same(less, more, name)

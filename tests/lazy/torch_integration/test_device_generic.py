@@ -20,6 +20,7 @@ from unittest import SkipTest
 import pytest
 import result_tables
 import torch
+from optimizer_runs import Training
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -313,40 +314,6 @@ class TestModules(TestCase):
 
 def sets_of_options(info: OptimizerInfo, where: str = "cpu") -> list[dict[str, Any]]:
     return [dict(given.kwargs) for given in info.optim_inputs_func(device=where)][: SAMPLES or None]
-
-
-class Training:
-    """Two parameters (one matrix for Muon) and an optimizer on a device."""
-
-    def __init__(self, info: OptimizerInfo, options: dict[str, Any], where: str) -> None:
-        generator = torch.Generator().manual_seed(0)
-        shapes = ((3, 4),) if info.optim_cls is torch.optim.Muon else ((3, 4), (5,))
-        self.sparse, self.closure = info.only_supports_sparse_grads, info.step_requires_closure
-        self.parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(where)) for shape in shapes]
-        self.optimizer = info.optim_cls(self.parameters, **copy.deepcopy(options))
-
-    def loss(self, scaler: torch.amp.GradScaler | None = None, factor: float = 1.0) -> torch.Tensor:
-        self.optimizer.zero_grad()
-        loss = torch.stack([(p - 0.3).pow(2).sum() for p in self.parameters]).sum()
-        (loss if scaler is None else scaler.scale(loss * factor)).backward()
-        for parameter in self.parameters if self.sparse else ():
-            parameter.grad = parameter.grad.to_sparse(1) if parameter.device.type == "cpu" else _rows(parameter.grad)
-        return loss
-
-    def step(self) -> None:
-        if self.closure:
-            self.optimizer.step(self.loss)
-        else:
-            self.loss()
-            self.optimizer.step()
-
-    def values(self) -> list[torch.Tensor]:
-        return [p.detach().cpu() for p in self.parameters]
-
-
-def _rows(gradient: torch.Tensor) -> torch.Tensor:
-    rows = torch.arange(gradient.shape[0]).reshape(1, -1).to(gradient.device)
-    return torch.sparse_coo_tensor(rows, gradient, gradient.shape, check_invariants=False)
 
 
 class TestOptimizers(TestCase):

@@ -1,8 +1,8 @@
-"""Fused optimizer steps against torch's own kernels and optimizers on the CPU."""
+"""Fused optimizer steps and the check of gradients against torch's own kernels on the CPU."""
 
 from __future__ import annotations
 
-import itertools
+import math
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from harness import check, run, sample, together, untested
+from harness import check, compare, run, sample, together
 
 from xla_amp.lowering.training import optim
 
@@ -120,11 +120,6 @@ def test_learning_rate_as_a_tensor() -> None:
     )
 
 
-def test_every_lowering_is_tested() -> None:
-    kernels = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
-    assert untested(["optim"], [], elsewhere=[n + end for n in kernels for end in ("", ".tensor_lr")]) == []
-
-
 def test_skipped_step_changes_nothing_whatever_the_gradient() -> None:
     params, state = tensors(F32, 1), tensors(F32, 50, positive=True)
     grads = [torch.full_like(params[0], torch.inf), torch.full_like(params[1], torch.nan)]
@@ -179,35 +174,37 @@ def test_bias_correction_keeps_its_digits(platform: str) -> None:
     assert abs(corrected_in_float32 / np.sqrt(1e-4) - 1) > 5e-5
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
-def test_ten_steps_like_the_unfused_optimizer_in_float64(name: str, platform: str) -> None:
-    """The reference shares no code with the fused kernels: torch.optim's plain loop over float64 parameters."""
-    settings: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.01}
-    settings |= {"momentum": 0.9, "dampening": 0.1} if name == "SGD" else {}
-    parameter = torch.nn.Parameter(sample(6, dtype=F64))
-    optimizer = getattr(torch.optim, name)([parameter], foreach=False, **settings)
-    with jax.enable_x64(True):
-        param = jnp.asarray(parameter.detach().numpy())
-        state = [jnp.zeros(6), jnp.zeros(6)]
-        for count in itertools.count(1):
-            grad = sample(6, dtype=F64, seed=count)
-            parameter.grad = grad.clone()
-            optimizer.step()
-            arguments = (param, jnp.asarray(grad.numpy()))
-            if name == "SGD":
-                param, state[0] = optim.sgd_step(*arguments, state[0], first=jnp.asarray(count == 1), **settings)
-            elif name == "Adagrad":
-                counts, decay = [jnp.float32(count)], settings["weight_decay"]
-                ((rate,),) = optim.adagrad_rates(counts, jnp.float64, lr=settings["lr"], platform=platform)
-                param, state[0] = optim.adagrad_step(*arguments, state[0], rate, weight_decay=decay)
-            else:
-                betas = {"lr": settings["lr"], "beta1": 0.9, "beta2": 0.999}
-                counts = [jnp.float32(count)]
-                (corrections,) = optim.adam_corrections(counts, jnp.float64, **betas, platform=platform)
-                param, *state, _ = optim.adam_step(
-                    *(*arguments, *state, None, corrections), **settings | betas, decoupled=name == "AdamW"
-                )
-            np.testing.assert_allclose(np.asarray(param), parameter.detach().numpy(), rtol=1e-9, atol=1e-9)
-            if count == 10:
-                break
+# -- the check of gradients; the update of the scale is in tests/test_loss_scaling.py ---------------------------------
+
+CHECK = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+def gradients(dtype: torch.dtype, bad: float | None) -> list[torch.Tensor]:
+    grads = [sample(3, 4, dtype=dtype), sample(5, dtype=dtype, seed=1), sample(dtype=dtype, seed=2)]
+    if bad is not None:
+        grads[1][2] = bad
+    return grads
+
+
+@together("dtype", [BF16, torch.float16, F32, F64], ids=str)
+@together("bad", [None, math.nan, -math.inf])
+def test_check_and_unscale(dtype: torch.dtype, bad: float | None) -> None:
+    for found in (0.0, 1.0):
+        check(CHECK, gradients(dtype, bad), torch.tensor([found]), torch.tensor([0.125]))
+
+
+def test_a_flag_that_is_set_stays_set() -> None:
+    grads, found = gradients(torch.float32, None), torch.tensor([1.0])
+    assert run(CHECK, grads, found, torch.tensor(1.0))[-1].item() == 1
+
+
+def test_float64_is_checked_as_float64() -> None:
+    check(CHECK, [torch.tensor([1e300], dtype=torch.float64)], torch.tensor([0.0]), torch.tensor([0.5]))
+
+
+def test_unscaling_rounds_once() -> None:
+    # a bfloat16 product of the bfloat16 inverse 0.333984 would be off by up to two places
+    grads, found, inverse = [sample(64, dtype=torch.bfloat16)], torch.tensor([0.0]), torch.tensor([1 / 3])
+    got = run(CHECK, grads, found, inverse)[0]
+    compare(got, (grads[0].double() / 3).to(torch.bfloat16), rtol=0, atol=0)
+    assert not torch.equal(grads[0] * inverse.to(torch.bfloat16), got)

@@ -1,0 +1,53 @@
+"""Two parameters under an optimizer of torch's database, on a device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.testing._internal.common_optimizers import OptimizerInfo
+
+
+class Training:
+    """Two parameters (one matrix for Muon) and an optimizer, with gradients that depend on them.
+
+    Args:
+        info: the optimizer.
+        options: its keyword arguments.
+        where: device of the parameters.
+    """
+
+    def __init__(self, info: OptimizerInfo, options: dict[str, Any], where: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((3, 4),) if info.optim_cls is torch.optim.Muon else ((3, 4), (5,))
+        self.sparse, self.closure = info.only_supports_sparse_grads, info.step_requires_closure
+        self.parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(where)) for shape in shapes]
+        self.optimizer = info.optim_cls(self.parameters, **copy.deepcopy(options))
+
+    def loss(self, scaler: torch.amp.GradScaler | None = None, factor: float = 1.0) -> torch.Tensor:
+        """The loss, after its backward pass."""
+        self.optimizer.zero_grad()
+        loss = torch.stack([(p - 0.3).pow(2).sum() for p in self.parameters]).sum()
+        (loss if scaler is None else scaler.scale(loss * factor)).backward()
+        for parameter in self.parameters if self.sparse else ():
+            parameter.grad = _rows_of(parameter.grad)
+        return loss
+
+    def step(self) -> None:
+        if self.closure:
+            self.optimizer.step(self.loss)
+        else:
+            self.loss()
+            self.optimizer.step()
+
+    def values(self) -> list[torch.Tensor]:
+        return [p.detach().cpu() for p in self.parameters]
+
+
+def _rows_of(gradient: torch.Tensor) -> torch.Tensor:
+    """A sparse gradient of two rows, in three entries."""
+    rows = torch.tensor([2, 0, 2]).to(gradient.device)
+    values = gradient.index_select(0, rows)
+    return torch.sparse_coo_tensor(rows.reshape(1, 3), values, gradient.shape, check_invariants=False)
