@@ -12,7 +12,6 @@ from harness import assert_same
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn.utils import parametrizations, parametrize
-from torch.nn.utils.rnn import pack_padded_sequence
 
 from xla_amp import lazy as engine
 from xla_amp.testing import counts as counted
@@ -248,16 +247,6 @@ def parametrized(where: str) -> Any:
     parametrize.register_parametrization(model[1], "weight", Symmetric())
     model(line(2, 3, where=where)).square().sum().backward()
     return [p.grad for p in model.parameters()], model[1].weight
-
-
-@program
-def a_recurrent_network_of_packed_sequences(where: str) -> Any:
-    torch.manual_seed(0)
-    model = nn.LSTM(3, 4, 2, batch_first=True).to(where)
-    packed = pack_padded_sequence(line(2, 5, 3, where=where), torch.tensor([5, 3]), batch_first=True)
-    output, (h, _) = model(packed)
-    (output.data.sum() + h.sum()).backward()
-    return output.data, h, model.weight_ih_l0.grad
 
 
 @program
