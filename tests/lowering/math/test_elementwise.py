@@ -93,6 +93,7 @@ ROWS = [
         for name in ("add", "copysign", "div", "eq", "floor_divide", "fmod", "ge", "lt", "mul", "remainder")
     ),
     row("remainder.Scalar_Tensor", "bh", lambda d: (2.3, ROUNDED.to(d))),
+    *(row(f"__{side}shift__.Tensor", "iu", lambda d: (sample(4, 5, dtype=d), _positive(d) % 7)) for side in "lr"),
     # one tensor and constants
     *(row("logit", "f", lambda d, eps=eps: (SPECIAL, eps)) for eps in (None, 0.1)),
     *(row("round.decimals", "fb", lambda d: (sample(50, dtype=d, low=-30, high=30),), decimals=n) for n in (0, 2, -1)),

@@ -170,11 +170,18 @@ def test_upsample_halves(name: str) -> None:
     check(f"{name}_backward", grad, [8, 7], [1, 2, 4, 5], *align, wide=True)
 
 
-@together("name", ["upsample_nearest2d", "_upsample_nearest_exact2d", "_upsample_bicubic2d_aa"])
-def test_upsample_by_factors(name: str) -> None:
+@together(
+    ("name", "backward"),
+    [
+        ("upsample_nearest2d", "upsample_nearest2d_backward"),
+        ("_upsample_nearest_exact2d", "_upsample_nearest_exact2d_backward"),
+        ("_upsample_bicubic2d_aa", "_upsample_bicubic2d_aa_backward"),
+    ],
+)
+def test_upsample_by_factors(name: str, backward: str) -> None:
     align = (False,) if "aa" in name else ()
     check(name, sample(1, 2, 7, 5), [10, 8], *align, 1.5, 1.7)
-    check(f"{name}_backward", sample(1, 2, 10, 8), [10, 8], [1, 2, 7, 5], *align, 1.5, 1.7)
+    check(backward, sample(1, 2, 10, 8), [10, 8], [1, 2, 7, 5], *align, 1.5, 1.7)
 
 
 def test_upsample_specials() -> None:
