@@ -32,7 +32,7 @@ from torch.utils._pytree import (
 
 from xla_amp import lazy as engine
 from xla_amp.errors import XlaAmpError
-from xla_amp.lowering import Lowering, find, table
+from xla_amp.lowering import Lowering, find
 from xla_amp.lowering.operand import materialize
 
 TOLERANCE: dict[torch.dtype, float] = {
@@ -401,10 +401,13 @@ class Row:
 
 
 _OPTIONS = ("rtol", "atol", "wide", "skip")
+NAMED: set[str] = set()
+"""Operations that have a row in a file that was imported; tests/lazy/op_db tells which operation has none."""
 
 
 def row(name: str, kinds: str, make: Callable[[torch.dtype], tuple[Any, ...]], **kwargs: Any) -> Row:
     """A `Row`; keywords are options of `check` if they have such a name, otherwise arguments of the operation."""
+    NAMED.add(name)
     options = {key: kwargs.pop(key) for key in _OPTIONS if key in kwargs}
     return Row(name, kinds, make, kwargs, options)
 
@@ -423,11 +426,3 @@ def check_rows(rows: Iterable[Row]) -> None:
 def tables(**named: Iterable[Row]) -> pytest.MarkDecorator:
     """Parametrizes ``rows`` with tables: the checks of each are one program."""
     return pytest.mark.parametrize("rows", [pytest.param(list(rows), id=name) for name, rows in named.items()])
-
-
-def untested(modules: Sequence[str], rows: Iterable[Row], *, elsewhere: Iterable[str] = ()) -> list[str]:
-    """Operations registered in `modules` (file names below ``lowering/``) that no row names."""
-    named = {each.name for each in rows}.union(elsewhere)
-    registered = {name: found.function.__module__.rpartition(".")[2] for name, found in table().items()}
-    assert set(modules) <= set(registered.values()), f"no lowering is registered in one of {modules}"
-    return sorted(name for name, module in registered.items() if module in modules and name not in named)

@@ -1,21 +1,31 @@
 """Every entry of torch's operator database agrees with the CPU, or is a row of the limitations table.
 
-``XLA_AMP_TEST_ALL=1`` runs all samples of each entry; otherwise two run.
+``XLA_AMP_TEST_ALL=1`` runs all samples of each entry; otherwise those three run that have most forms of arguments.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import re
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from harness import NAMED
 from limitations import limitations
-from op_entries import ENTRIES, Close, Outcome, anything, near, outcomes, same_moments
+from op_entries import ENTRIES, Close, Outcome, anything, evaluate, near, outcomes, same_moments, samples
 from torch.testing._internal.opinfo.core import SampleInput
 
+from xla_amp.lazy.graph.tape import nodes
+from xla_amp.lazy.graph.trace import trace
+from xla_amp.lowering import table
+
+LOWERING = Path(__file__).parents[2] / "lowering"
 ALL = bool(os.environ.get("XLA_AMP_TEST_ALL"))
-SAMPLES = None if ALL else 2
+SAMPLES = None if ALL else 3
 TOGETHER = 1 if ALL else 16
 """Entries to one program."""
 NAMES = sorted(ENTRIES)
@@ -26,17 +36,21 @@ STATISTICS = "where all is bfloat16 the CPU keeps the statistics of the batch in
 BRANCH = "the imaginary part is defined up to a multiple of 2 pi"
 FLOATS_ONLY = "the device has this for floating-point dtypes only"
 TIES = "the order of equal elements, which a dtype with few numbers has, is not defined"
+BESSEL = "torch has seven digits in float64; tests/lowering/math/test_special.py compares with SciPy"
 COORDINATES = "the CPU computes coordinates in bfloat16"
 DIFFERENCES: dict[tuple[str, torch.dtype], str] = {
     ("_batch_norm_with_update", torch.bfloat16): STATISTICS,
     ("_native_batch_norm_legit", torch.bfloat16): STATISTICS,
     ("argsort", torch.bfloat16): TIES,
     ("grid_sampler_2d", torch.bfloat16): COORDINATES,
+    ("grid_sampler_3d", torch.bfloat16): COORDINATES,
     ("histc", torch.bfloat16): "the CPU finds the bins in bfloat16",
     ("kthvalue", torch.int64): TIES,
     ("logaddexp", torch.complex64): BRANCH,
     ("logcumsumexp", torch.complex64): BRANCH,
     ("matrix_exp", torch.bfloat16): "the CPU gives NaN",
+    ("mode", torch.bfloat16): TIES,
+    ("mode", torch.int64): TIES,
     ("msort", torch.bfloat16): TIES,
     ("native_batch_norm", torch.bfloat16): STATISTICS,
     ("native_layer_norm", torch.bfloat16): STATISTICS,
@@ -45,8 +59,11 @@ DIFFERENCES: dict[tuple[str, torch.dtype], str] = {
     **{(f"nn.functional.conv_transpose{rank}d", torch.int64): FLOATS_ONLY for rank in (1, 2, 3)},
     ("nn.functional.grid_sample", torch.bfloat16): COORDINATES,
     ("normal.in_place", torch.complex64): "the CPU adds the mean to the imaginary part, too",
+    ("pca_lowrank", torch.complex64): "its gradient divides by differences of singular values",
     ("sort", torch.bfloat16): TIES,
+    **{(f"special.bessel_{name}", torch.float64): BESSEL for name in ("j0", "j1", "y1")},
     ("special.zeta", torch.int64): "of two zeros the CPU gives NaN, the device infinity",
+    ("topk", torch.bfloat16): TIES,
     ("topk", torch.int64): TIES,
     ("uniform", torch.complex64): FLOATS_ONLY,
 }
@@ -77,12 +94,58 @@ def problem(name: str, outcome: Outcome, dtype: torch.dtype) -> str:
     [NAMES[i : i + TOGETHER] for i in range(0, len(NAMES), TOGETHER)],
     ids=lambda names: f"{names[0]}-{names[-1]}",
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.float64], ids=str)
 def test_entries(names, dtype, device):
     entries = {name: ENTRIES[name] for name in names if (name, dtype) not in DIFFERENCES}
     found = outcomes(entries, device, SAMPLES, closeness, dtype)
     problems = {name: said for name, outcome in found.items() if (said := problem(name, outcome, dtype))}
     assert not problems, "\n".join(f"{name}: {said}" for name, said in problems.items())
+
+
+ELSEWHERE: dict[str, str] = {
+    **dict.fromkeys(("_aminmax", "_aminmax.dim"), "tests/lazy/ops/test_composites.py"),
+    **dict.fromkeys(
+        (
+            "_native_multi_head_attention",
+            "_thnn_fused_gru_cell",
+            "_thnn_fused_gru_cell_backward",
+            "_thnn_fused_lstm_cell",
+            "_thnn_fused_lstm_cell_backward_impl",
+            "_transformer_encoder_layer_fwd",
+        ),
+        "tests/lazy/ops/test_composites.py",
+    ),
+    "_amp_update_scale_": "tests/test_loss_scaling.py",
+    **dict.fromkeys(("linalg_eig", "_linalg_eigvals"), "entries whose samples are read while they are recorded"),
+    **dict.fromkeys(("convolution_overrideable", "convolution_backward_overrideable"), "autograd's names"),
+}
+"""Operation -> what tests it, of those that have neither an entry nor a row."""
+
+
+def rows_of_lowerings() -> set[str]:
+    """Operations that a table or a line of tests/lowering names."""
+    for path in LOWERING.rglob("test_*.py"):
+        spec = importlib.util.spec_from_file_location(f"rows_of_{path.stem}", path)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))  # fills harness.NAMED
+    text = "".join(path.read_text("utf-8") for path in LOWERING.rglob("test_*.py"))
+    return {name for name in table() if name in NAMED or name.startswith("_foreach_") or f'"{name}' in text}
+
+
+@pytest.mark.full
+def test_every_operation_has_a_row(device):
+    """In the trace of an entry's samples, in a table of tests/lowering, or elsewhere."""
+    recorded: set[str] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for entry in ENTRIES.values():
+            for _, sample in samples(entry, SAMPLES):
+                with contextlib.suppress(Exception):  # entries that raise
+                    evaluate(entry, sample, device)
+                recorded |= {node.instruction.name for node in nodes(trace.code)}
+                trace.clear()
+    ours = {name for name in table() if "::" not in name}
+    assert len(recorded & ours) > 400
+    assert ours - recorded - rows_of_lowerings() == set(ELSEWHERE)
 
 
 def test_every_row_names_an_entry():
