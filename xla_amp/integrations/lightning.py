@@ -20,21 +20,20 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 try:
     from lightning.fabric.accelerators import ACCELERATOR_REGISTRY
     from lightning.fabric.plugins import TorchCheckpointIO
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
     from lightning.fabric.plugins.precision import MixedPrecision as FabricMixed
     from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParallel
     from lightning.fabric.strategies.single_device import SingleDeviceStrategy
-    from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+    from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars, move_data_to_device
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
     from lightning.pytorch.callbacks import Callback
@@ -47,7 +46,7 @@ except ImportError as error:
 
 from xla_amp.backends import base, devices
 from xla_amp.common import renamed
-from xla_amp.errors import DeviceError, PolicyError
+from xla_amp.errors import DeviceError
 from xla_amp.integrations import patches
 from xla_amp.integrations.patches import Patch
 from xla_amp.integrations.trainer_steps import TrainerSteps
@@ -78,19 +77,19 @@ class XLAAccelerator(CPUAccelerator):
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> int:
-        """1, or a `ValueError` for a number that is neither 1 nor that of the processes."""
-        count = len(devices) if isinstance(devices, list) else int(devices)
-        if count not in (1, -1, xm.xrt_world_size()):
+        """The number of processes, or a `ValueError` for a number that is neither 1 nor that of the processes."""
+        count, world = len(devices) if isinstance(devices, list) else int(devices), xm.xrt_world_size()
+        if count not in (1, -1, world):
             raise ValueError(
                 f"devices={devices!r}: accelerator='{NAME}' trains on one device per process, and there are "
-                f"{xm.xrt_world_size()}: start {count} processes with torchrun or xla_amp.launch, and leave devices out"
+                f"{world}: start {count} processes with torchrun or xla_amp.launch, and leave devices out"
             )
-        return 1
+        return world
 
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
-        """The device."""
-        return [xla_device()]
+        """The device, once for each process: Lightning divides data by their number."""
+        return [xla_device()] * devices
 
     @staticmethod
     def name() -> str:
@@ -104,8 +103,7 @@ class XLACheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Copies all tensors to the host and writes them with `torch.save`."""
         devices.engine().sync(wait=True)  # one wait for all the values below
-        on_host = tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, checkpoint)
-        super().save_checkpoint(on_host, path, storage_options)
+        super().save_checkpoint(move_data_to_device(checkpoint, "cpu"), path, storage_options)
 
 
 class _ByPolicy:
@@ -121,7 +119,7 @@ class _ByPolicy:
         super().__init__(precision, devices.XLA, scaler)  # type: ignore[call-arg]
         self.policy = policy
 
-    def forward_context(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """A region of `xla_amp.autocast`."""
         return autocast(devices.XLA, dtype=_LOW[self.precision], policy=self.policy)
 
@@ -203,22 +201,18 @@ class _OneOfSeveral:
     _averages = True
 
     def __init__(self, checkpoint_io: Any = None, **precision: Any) -> None:
-        super().__init__(checkpoint_io=checkpoint_io or XLACheckpointIO(), **precision)  # type: ignore[call-arg]
-        self._device = xla_device()
-        self._modules: list[torch.nn.Module] = []
+        # Of Lightning's environments this one alone leaves torchrun's variables as they are, which a next run reads.
+        options = {"cluster_environment": TorchElasticEnvironment(), **precision}
+        super().__init__(checkpoint_io=checkpoint_io or XLACheckpointIO(), **options)  # type: ignore[call-arg]
+        self._models = torch.nn.ModuleList()
         self._backward_sync_control: Any = self
         rank_zero_only.rank = xm.get_ordinal()  # type: ignore[attr-defined]
 
-    root_device = property(lambda self: self._device, doc="This process's device.")
+    root_device = property(lambda self: xla_device(), doc="This process's device.")
     world_size = property(lambda self: xm.xrt_world_size(), doc="The number of processes.")
     global_rank = property(lambda self: xm.get_ordinal(), doc="This process's rank.")
     local_rank = property(lambda self: xm.get_local_ordinal(), doc="This process's rank on its host.")
     is_distributed = property(lambda self: self.world_size > 1, doc="Whether samplers give each process its part.")
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments for `DistributedSampler`."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def module_to_device(self, module: torch.nn.Module) -> None:
         """Moves it."""
@@ -227,7 +221,7 @@ class _OneOfSeveral:
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Copies rank 0's parameters and buffers."""
         gradients.broadcast_master_param(module)
-        self._modules.append(module)
+        self._models.append(module)
         return module
 
     @contextlib.contextmanager
@@ -246,8 +240,13 @@ class _OneOfSeveral:
         """Averages the gradients after the backward pass; those that others have averaged stay as they are."""
         result = super().backward(*args, **kwargs)  # type: ignore[misc]
         if self._averages:
-            found = {id(p): p for part in self._modules for p in part.parameters()}
-            gradients.average(list(found.values()))
+            gradients.average(list(self._models.parameters()))
+        return result
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Steps, and ends the program: what Lightning computes next differs from step to step."""
+        result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        devices.engine().sync()
         return result
 
     def barrier(self, name: str | None = None) -> None:
@@ -259,11 +258,6 @@ class _OneOfSeveral:
         if self.world_size == 1:
             return obj
         return xm.mesh_reduce("lightning", obj if self.global_rank == src else None, lambda parts: parts[src])
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all processes, or any, say yes."""
-        answers: list[bool] = xm.mesh_reduce("lightning", bool(decision), list)
-        return min(answers) if all else max(answers)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """A tensor reduced over all processes; what is no tensor is returned as it is."""
@@ -303,22 +297,16 @@ class XLAStrategy(_OneOfSeveral, ParallelStrategy):
     Gradients are averaged after the last backward pass of a step.  Parameters begin as those of rank 0.
     """
 
-    strategy_name = NAME
-    _accumulates = False
-
     def model_to_device(self) -> None:
         """Moves the model, and copies rank 0's parameters and buffers."""
         model: Any = self.model
         self.module_to_device(model)
-        self._modules.clear()
+        self._models = torch.nn.ModuleList()
         self.setup_module(model)
-        self._accumulates = False
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves a batch, which outside training begins a program: an evaluation has one for each shape."""
-        module: Any = self.lightning_module
-        if not module.trainer.training:
-            self._accumulates = False
+        if not self.lightning_module.trainer.training:  # type: ignore[union-attr]
             devices.engine().sync(False)
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -327,41 +315,18 @@ class XLAStrategy(_OneOfSeveral, ParallelStrategy):
 
         With several processes each step begins one; each micro-batch if a bar of one of them reads values after it.
         """
-        module: Any = self.lightning_module
-        goes_on = self._accumulates and module.trainer.progress_bar_callback is None
+        trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        goes_on = batch_idx % trainer.accumulate_grad_batches and trainer.progress_bar_callback is None
         if batch_idx == 0 or (self.is_distributed and not goes_on):
             devices.engine().sync()
-        self._accumulates = True
 
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Steps, and ends the program: the means of an epoch would make its last step another one.
-
-        With manual optimization several optimizers of one process share a program.
-        """
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        module: Any = self.lightning_module
-        if self.is_distributed or module.automatic_optimization:
-            devices.engine().sync()
-        self._accumulates = False
-        return result
-
-    def teardown(self) -> None:
-        """Frees what the run held, and keeps ``WORLD_SIZE``, which Lightning's environment deletes."""
-        super(ParallelStrategy, self).teardown()
+    def on_validation_end(self) -> None:
+        """Ends the program: rank 0 alone has read values."""
+        devices.engine().sync()
 
 
 class FabricXLAStrategy(_OneOfSeveral, FabricParallel):
     """`XLAStrategy` for several processes under Fabric: gradients are averaged in ``fabric.backward``."""
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Steps, and ends the program."""
-        result = super().optimizer_step(optimizer, **kwargs)
-        devices.engine().sync()
-        return result
-
-    def teardown(self) -> None:
-        """As in `XLAStrategy`."""
-        super(FabricParallel, self).teardown()
 
 
 def _fabrics_strategy() -> Any:
@@ -391,15 +356,8 @@ def _choose(
             f"strategy={self._strategy_flag!r} with accelerator={NAME!r}: leave strategy out; processes that torchrun "
             "or xla_amp.launch has started train together"
         )
-    name = getattr(self, precision)
-    if getattr(self, plugin) is not None or name == "32-true":
-        return
-    if name not in _LOW:
-        raise PolicyError(
-            f"precision={name!r} with accelerator={NAME!r}: expected 'bf16-mixed', '16-mixed' or '32-true'; "
-            f"for other rules pass plugins={mixed.__name__}('bf16-mixed', policy=...)"
-        )
-    setattr(self, plugin, mixed(name))
+    if getattr(self, plugin) is None and getattr(self, precision) != "32-true":
+        setattr(self, plugin, mixed(getattr(self, precision)))
 
 
 def _keep_on_device(original: Any, data: Any) -> Any:
