@@ -580,7 +580,7 @@ def test_a_variable_enables_a_script_that_does_not_name_the_package(tmp_path: Pa
 
 
 def test_every_patch_names_its_reason() -> None:
-    assert len(ours.PATCHES) == 20
+    assert len(ours.PATCHES) == 19
     assert all(patch.reason for patch in ours.PATCHES)
 
 

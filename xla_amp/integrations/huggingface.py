@@ -173,17 +173,11 @@ def _filter_on_device(original: Any, self: Any, *args: Any, **kwargs: Any) -> An
     return torch.where(torch.isfinite(loss), loss, mean)
 
 
-def _end_step(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    if _ours(self.args.device):
-        devices.engine().step_begins()
-    original(self, *args, **kwargs)
-
-
 def _also_ours(original: list[Any]) -> list[Any]:
     from transformers import TrainerCallback
 
     class DeviceCallback(TrainerCallback):
-        """Ends the programs of an evaluation, whose results go to the host, and logs the loss scale.
+        """Ends the programs of steps and of an evaluation, whose results go to the host, and logs the loss scale.
 
         During a training ``logging_nan_inf_filter=None`` stands for True: the loop, which would read each loss, does
         not filter, and `_filter_on_device` does.
@@ -193,6 +187,11 @@ def _also_ours(original: list[Any]) -> list[Any]:
             # Otherwise all batches so far are concatenated in each step: another shape, another program.
             if _ours(args.device) and args.eval_accumulation_steps is None:
                 args.eval_accumulation_steps = 1
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            # What is logged, and the next batch's count of labels, would make the step another program.
+            if _ours(args.device):
+                devices.engine().step_begins()
+
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if args.logging_nan_inf_filter and _ours(args.device):
@@ -456,8 +455,6 @@ PATCHES = (
           "bf16=True is refused for devices that are not in a fixed list."),
     Patch(*_TRAINER, "training_step", _filter_on_device,
           "Losses that are not finite would be logged: the loop's own filter, which waits in each step, is off."),
-    Patch(*_TRAINER, "_maybe_log_save_evaluate", _end_step,
-          "What is logged, and the next batch's count of labels, would make the step another program."),
     Patch("transformers.trainer", "", "DEFAULT_CALLBACKS", _also_ours,
           "Several batches of an evaluation would become one program, for each sequence of lengths; no loss scale is "
           "logged; logging_nan_inf_filter waits in each step (transformers#13896 spares torch_xla alone)."),
