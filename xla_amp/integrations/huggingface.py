@@ -381,15 +381,8 @@ def _pad_labels(original: Any, self: Any, features: Any, return_tensors: Any = N
     if chosen or not _pads() or any(x is None for x in labels) or self.tokenizer.padding_side != "right":
         return original(self, features, return_tensors)
     room = bucket(max(len(x) for x in labels), self.max_length, self.tokenizer.model_max_length)
-    padded = [_extended(row, room, self.label_pad_token_id) for row in labels]
+    padded = [[*map(int, row), *[self.label_pad_token_id] * (room - len(row))] for row in labels]
     return original(self, [{**row, name: x} for row, x in zip(features, padded, strict=True)], return_tensors)
-
-
-def _extended(row: Any, length: int, value: int) -> Any:
-    rest = [value] * (length - len(row))
-    if isinstance(row, torch.Tensor):
-        return torch.cat([row, row.new_tensor(rest)])
-    return [*row, *rest]
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
