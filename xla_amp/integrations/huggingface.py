@@ -36,7 +36,6 @@ from torch.utils._pytree import tree_map
 from xla_amp import policy as policies
 from xla_amp.backends import base, devices
 from xla_amp.common import events
-from xla_amp.errors import PolicyError
 from xla_amp.integrations import patches
 from xla_amp.integrations.patches import Patch
 from xla_amp.policy import Policy
@@ -139,11 +138,6 @@ def _construct(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         _hide_fp16.reset(token)
     if not _ours(self.device):
         return
-    if self.mixed_precision not in (*_LOW, "no"):
-        raise PolicyError(
-            f"mixed_precision={self.mixed_precision!r} on the XLA device: expected 'bf16', 'fp16' or 'no'; for "
-            "other rules pass policy= to xla_amp.integrations.huggingface.enable"
-        )
     self.native_amp = self.mixed_precision in _LOW
     if self.mixed_precision == "fp16":
         options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
