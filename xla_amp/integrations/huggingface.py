@@ -25,7 +25,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -231,21 +231,15 @@ def _grow_on_host(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return _moved(result, self.device)
 
 
-@contextlib.contextmanager
-def _inputs_on_device(model: Any) -> Iterator[None]:
+def _inputs_on_device(model: Any) -> contextlib.AbstractContextManager[Any]:
     """Inside, a model's encoder takes inputs on the host, as `prepare_inputs_for_generation` makes the decoder do."""
     if not model.config.is_encoder_decoder:
-        yield
-        return
+        return contextlib.nullcontext()
 
     def move(module: Any, args: Any, kwargs: Any) -> Any:
         return _moved((args, kwargs), model.device)
 
-    hook = model.get_encoder().register_forward_pre_hook(move, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return model.get_encoder().register_forward_pre_hook(move, with_kwargs=True)  # type: ignore[no-any-return]
 
 
 def _moved(values: Any, device: torch.device) -> Any:
