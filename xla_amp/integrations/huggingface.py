@@ -116,13 +116,10 @@ def _end_program(original: Any, self: Any, closure: Any = None) -> None:
 
 def _trainers_device(original: Any, self: Any) -> torch.device:
     chosen: torch.device = original(self)
-    _apply()
     state = self.distributed_state
-    if self.use_cpu or state is None or not _ours(state.device):
-        return chosen
-    self._n_gpu = 0
-    device: torch.device = state.device
-    return device
+    if state is not None and _ours(state.device):
+        self._n_gpu, chosen = 0, state.device
+    return chosen
 
 
 def _without_fp16(original: Any, self: Any) -> Any:
@@ -181,11 +178,6 @@ def _also_ours(original: list[Any]) -> list[Any]:
             # Otherwise all batches so far are concatenated in each step: another shape, another program.
             if _ours(args.device) and args.eval_accumulation_steps is None:
                 args.eval_accumulation_steps = 1
-        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            # What is logged, and the next batch's count of labels, would make the step another program.
-            if _ours(args.device):
-                devices.engine().step_begins()
-
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if args.logging_nan_inf_filter and _ours(args.device):
@@ -194,6 +186,11 @@ def _also_ours(original: list[Any]) -> list[Any]:
         def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if args.logging_nan_inf_filter is None:
                 args.logging_nan_inf_filter = True
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            # What is logged, and the next batch's count of labels, would make the step another program.
+            if _ours(args.device):
+                devices.engine().step_begins()
 
         def on_prediction_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if _ours(args.device):
