@@ -46,8 +46,13 @@ _attention: Callable[..., tuple[torch.Tensor, ...]] = aten._scaled_dot_product_f
 _attention_backward: Any = aten._scaled_dot_product_fused_attention_overrideable_backward.default.redispatch
 _BELOW = torch._C._dispatch_keyset_full_after(torch.DispatchKey.AutogradPrivateUse1)
 _composite_attention: Callable[..., torch.Tensor] = aten.scaled_dot_product_attention.default.decompose
-_FUSED = [getattr(torch._C, f"_get_{name}_sdp_enabled") for name in ("overrideable", "flash", "mem_efficient", "cudnn")]
-"""Whether the user allows each kind of fused attention (``torch.nn.attention.sdpa_kernel``); ours runs if any is."""
+
+
+def _may_fuse() -> bool:
+    """Whether the user allows a fused attention (``torch.nn.attention.sdpa_kernel``); not only torch's composite."""
+    kinds = torch.backends.cuda
+    fused = kinds.flash_sdp_enabled() or kinds.mem_efficient_sdp_enabled() or kinds.cudnn_sdp_enabled()
+    return fused or not kinds.math_sdp_enabled()
 
 
 def _fits(
@@ -66,7 +71,7 @@ def _fits(
         and query.dtype is key.dtype is value.dtype
         and query.dtype.is_floating_point
         and (mask is None or (not causal and mask.dtype in (torch.bool, query.dtype)))
-        and any(enabled() for enabled in _FUSED)
+        and _may_fuse()
     )
 
 
