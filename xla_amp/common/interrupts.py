@@ -120,11 +120,11 @@ def _on_main_thread() -> bool:
 def take_over() -> None:
     """Wraps the handlers of all signals, those that are installed later included.
 
-    ``signal.signal`` and ``signal.getsignal`` go on to return what the user has set.  They look up the functions of
-    `_signal` in each call, so replacing those reaches code that has imported ``signal.signal`` by name, as notebooks
-    do.  Default and ignored signals are left alone.
+    ``signal.signal`` and ``signal.getsignal`` go on to return what the user has set.  The first one looks up the
+    function of `_signal` in each call, so replacing that reaches code that has imported ``signal.signal`` by name, as
+    notebooks do.  Default and ignored signals are left alone.
     """
-    install, get = _signal.signal, _signal.getsignal
+    install, get = _signal.signal, signal.getsignal
     if hasattr(install, "__wrapped__"):
         return
 
@@ -138,7 +138,7 @@ def take_over() -> None:
     def get_unwrapped(*args: Any) -> Any:
         return _unwrapped(get(*args))
 
-    _signal.signal, _signal.getsignal = install_wrapped, get_unwrapped
+    _signal.signal, signal.getsignal = install_wrapped, get_unwrapped
 
     def wrap_present(*_: object) -> None:
         for signum in signal.valid_signals():

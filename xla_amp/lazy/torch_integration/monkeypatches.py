@@ -481,7 +481,7 @@ PATCHES = (
         install=_replace_engine_run_backward,
     ),
     PatchGroup(
-        names=("_signal.signal", "_signal.getsignal"),
+        names=("_signal.signal", "signal.getsignal"),
         reason="A signal's handler that raises inside torch's device guard aborts the process, and inside an operation "
         "leaves half of it behind; `interrupts` runs it after them. Users see the handlers that they set.",
         install=interrupts.take_over,
