@@ -275,8 +275,7 @@ _ACCELERATOR: dict[str, Callable[..., Any]] = {
 
 
 def _replace_engine_run_backward() -> None:
-    run_backward = device_guard.run_backward(torch.autograd.graph._engine_run_backward)
-    torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = run_backward  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = device_guard.run_backward(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
 
 
 def _replace_accelerator() -> None:
@@ -475,7 +474,7 @@ PATCHES = (
         install=_replace_generator,
     ),
     PatchGroup(
-        names=("torch.autograd._engine_run_backward", "torch.autograd.graph._engine_run_backward"),
+        names=("torch.autograd._engine_run_backward",),
         reason="The device guard takes the error of a raising hook away from C++ code that would abort the process; "
         "this raises it again (`device_guard`).",
         install=_replace_engine_run_backward,
