@@ -93,9 +93,22 @@ def autograd_nodes() -> int:
 
 def hooks_of_all_modules() -> list[Any]:
     """The hooks that run for every module; torch has functions to add them, and none to list them."""
-    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    return [hook for table in _tables_of_hooks() for hook in table.values()]
+
+
+@functools.cache
+def _tables_of_hooks() -> list[dict[int, Any]]:
+    """The dicts that torch adds such hooks to, which the handle of a hook knows."""
     module = torch.nn.modules.module
-    return [hook for kind in kinds for hook in getattr(module, f"_global_{kind}_hooks").values()]
+    found = [module._global_backward_hooks]  # adding one here would forbid torch's older kind of them
+    for register in (
+        module.register_module_forward_pre_hook,
+        module.register_module_forward_hook,
+        module.register_module_full_backward_pre_hook,
+    ):
+        with register(lambda *_: None) as handle:
+            found.append(handle.hooks_dict_ref())
+    return found
 
 
 def register_device(name: str, module: Any, guard: Any) -> None:

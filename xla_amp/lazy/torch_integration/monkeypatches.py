@@ -289,10 +289,7 @@ def _replace_has_any_global_hook() -> None:
 
     @functools.wraps(original)
     def has_any_global_hook() -> Any:
-        if list(nn_module._global_forward_pre_hooks.values()) != [forward_hook.before_forward]:
-            return original()
-        others = (nn_module._global_forward_hooks, nn_module._global_backward_hooks)
-        return any(others) or bool(nn_module._global_backward_pre_hooks)
+        return original() and private_api.hooks_of_all_modules() != [forward_hook.before_forward]
 
     nn_module._has_any_global_hook = has_any_global_hook
 
