@@ -196,11 +196,11 @@ def before_executors_end(call: Callable[[], object]) -> None:
     threading._register_atexit(call)  # type: ignore[attr-defined]
 
 
-def exit_functions() -> list[Any]:
-    """What JAX runs at the interpreter's exit."""
-    from jax._src import api, dispatch
+def exit_function() -> Any:
+    """What ends JAX's clients at the interpreter's exit."""
+    from jax._src import api
 
-    return [api.clean_up, dispatch.wait_for_tokens]
+    return api.clean_up
 
 
 def clients() -> list[Any]:

@@ -94,8 +94,7 @@ def _in_child() -> None:
     trace.limit = trace.most = -1  # so that each kernel calls `flush`, which raises
     in_child()
     # At exit Python would destroy JAX's client, which waits for its threads or crashes.
-    for function in private_api.exit_functions():
-        atexit.unregister(function)
+    atexit.unregister(private_api.exit_function())
     for client in _clients:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
     gc.freeze()
