@@ -30,9 +30,20 @@ class NonfiniteResults(LocatingMode):
     def __init__(self) -> None:
         super().__init__()
         self._pending: list[tuple[int, Place, torch.Tensor]] = []
+        self._paused = False
+
+    def magnitude(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`magnitude` of a tensor, which is no operation of the step."""
+        self._paused = True
+        try:
+            return magnitude(tensor)
+        finally:
+            self._paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
         number, place = self.count, self.locate(func)
         result = func(*args, **kwargs)
         if _computes(func):

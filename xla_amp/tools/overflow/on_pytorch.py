@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_amp.backends import module_paths
 from xla_amp.backends.step_state import reachable, restored
@@ -17,7 +16,7 @@ from xla_amp.backends.trees import tree_leaves
 from xla_amp.common import arguments, compiling, progress
 from xla_amp.errors import StepError
 from xla_amp.tools.monitor import kept as kept_step
-from xla_amp.tools.overflow.dispatch_modes import NonfiniteResults, OperandStatistics, is_floating, magnitude
+from xla_amp.tools.overflow.dispatch_modes import NonfiniteResults, OperandStatistics, is_floating
 from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer
 
 _SUSPECTS: Final = (16, 256)
@@ -83,10 +82,9 @@ def _find(run: Callable[[], Any], found: list[Any]) -> OverflowReport:
     scale = _scale(found)
     progress.tell("looking at the results of every operation", 1, 3)
     watch = NonfiniteResults()
-    with restored(found), _gradients(_parameters(found)) as gradients, watch:
+    with restored(found), _gradients(_parameters(found), watch) as gradients, watch:
         returned = run()
-        with _disable_current_modes():
-            given_back = [magnitude(leaf) for leaf in map(_as_tensor, tree_leaves(returned)) if is_floating(leaf)]
+        given_back = [watch.magnitude(leaf) for leaf in map(_as_tensor, tree_leaves(returned)) if is_floating(leaf)]
     if not watch.count:
         raise StepError(_NO_OPERATIONS)
     suspects, others = watch.read([*gradients.values(), *given_back])
@@ -137,7 +135,9 @@ _DIVERGED = (
 
 
 @contextlib.contextmanager
-def _gradients(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[dict[str, torch.Tensor]]:
+def _gradients(
+    parameters: Mapping[str, torch.nn.Parameter], watch: NonfiniteResults
+) -> Iterator[dict[str, torch.Tensor]]:
     """Collects the largest magnitude of each parameter's gradient, after its last accumulation."""
     found: dict[str, torch.Tensor] = {}
 
@@ -145,8 +145,7 @@ def _gradients(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[dict[st
         def record(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
             if gradient is not None and is_floating(gradient):
-                with _disable_current_modes():
-                    found[name] = magnitude(gradient)
+                found[name] = watch.magnitude(gradient)
 
         return record
 
