@@ -22,15 +22,10 @@ from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """The backend: a function that runs `graph`.
-
-    Args:
-        graph: Dynamo's graph of torch functions.
-        inputs: example arguments, fake tensors among them.
-        **options: ``mode`` and ``options`` of `torch.compile`, which must be left out.
+    """The backend: a function that runs `graph`, Dynamo's graph of torch functions.
 
     Raises:
-        ValueError: an option.
+        ValueError: ``mode`` or ``options`` of `torch.compile` are given.
         DeviceError: the graph has parameters, and they are on another device.
     """
     if options:
@@ -47,9 +42,12 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options:
             f"{parameters[0].device}; move it with model.to(xla_amp.xla_device()) first"
         )
 
+    tag = torch.ops.higher_order.tag_activation_checkpoint  # leaves random numbers to inductor
     for part in graph.modules():
         if isinstance(part, torch.fx.GraphModule):
-            _recompute(part)
+            for node in part.graph.find_nodes(op="call_function", target=tag):
+                node.target = _checkpoint
+            part.recompile()
 
     def run(*arguments: Any) -> Any:
         step_marker.graph_begins(graph)
@@ -58,17 +56,8 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options:
     return run
 
 
-def _recompute(graph: torch.fx.GraphModule) -> None:
-    """Lets checkpointed parts run again in the backward pass, with the random numbers of the forward pass.
-
-    Dynamo's operation for them leaves random numbers to inductor.
-    """
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
-        node.target = _checkpoint
-    graph.recompile()
-
-
 def _checkpoint(body: torch.fx.GraphModule, *arguments: Any, **options: Any) -> Any:
+    """Runs a checkpointed part, again in the backward pass with the random numbers of the forward pass."""
     if "_checkpoint_context_fn" in body.meta:
         options["context_fn"] = body.meta["_checkpoint_context_fn"]
     return checkpoint(body, *arguments, **{**options, "use_reentrant": False})
