@@ -7,7 +7,6 @@ read norms and counts back to compute with them in Python.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -56,8 +55,8 @@ def adafactor(optimizer: Any) -> None:
     for group in optimizer.param_groups:
         lists: list[list[Any]] = [[] for _ in range(6)]
         optimizer._init_group(group, *lists)
-        for parameter, gradient, rows, columns, variance, step in zip(*lists, strict=True):
-            _adafactor_one(group, parameter, gradient, rows, columns, variance, step)
+        for each in zip(*lists, strict=True):
+            _adafactor_one(group, *each)
 
 
 def _adafactor_one(
@@ -137,5 +136,5 @@ def _sparse_adam_one(
     parameter.add_(sparse_like_gradient(-(average_change + old_average) / root * size.to(root.dtype)))
 
 
-_STEPS: Mapping[str, Callable[[Any], None]] = MappingProxyType({"Adafactor": adafactor, "SparseAdam": sparse_adam})
+_STEPS: Mapping[str, Callable[[Any], None]] = {"Adafactor": adafactor, "SparseAdam": sparse_adam}
 """Name of torch's class -> its step."""

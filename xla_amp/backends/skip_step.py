@@ -89,13 +89,11 @@ def _counting_on_device(optimizer: Optimizer, parameters: Sequence[torch.Tensor]
                 if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != parameter.device:
                     optimizer.state[parameter][name] = value.to(parameter.device)
     # Set in hooks, so that global optimizer hooks, which run around these, see the original options.
-    hooks = optimizer.register_step_pre_hook(on), optimizer.register_step_post_hook(off)
-    try:
-        yield
-    finally:
-        off()
-        for hook in hooks:
-            hook.remove()
+    with optimizer.register_step_pre_hook(on), optimizer.register_step_post_hook(off):
+        try:
+            yield
+        finally:
+            off()
 
 
 def _device_option(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
@@ -107,10 +105,5 @@ def _device_option(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None
         return "capturable" if all(devices.is_xla(parameter.device.type) for parameter in parameters) else None
     # Adagrad has no `capturable`, but its fused kernel takes the count as a tensor.
     adagrad = any(c.__name__ == "Adagrad" and initial_state.is_torchs(c) for c in type(optimizer).__mro__)
-    if adagrad and not group["fused"] and all(_fits_fused_kernels(parameter) for parameter in parameters):
-        return "fused"
-    return None
-
-
-def _fits_fused_kernels(parameter: torch.Tensor) -> bool:
-    return parameter.is_floating_point() and not (parameter.grad is not None and parameter.grad.is_sparse)
+    fits = all(p.is_floating_point() and (p.grad is None or not p.grad.is_sparse) for p in parameters)
+    return "fused" if adagrad and not group["fused"] and fits else None

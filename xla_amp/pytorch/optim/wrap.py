@@ -58,36 +58,25 @@ class _Skippable(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None) -> Any:
         from xla_amp.backends import capturable, skip_step  # only wrapped optimizers load them
 
-        if self._needs_closure() and closure is not None:
-            return self._step_with(closure, flag_of(self, found_inf))
-        loss = None
+        flag, loss = flag_of(self, found_inf), None
         if closure is not None:
+            wanted = inspect.signature(super().step).parameters.get("closure")
+            if wanted is not None and wanted.default is wanted.empty:  # LBFGS, which decides on the host anyway
+                return None if flag is not None and flag.item() else super().step(closure)
             with torch.enable_grad():
                 loss = closure()
-        flag = flag_of(self, found_inf)
-        scale = getattr(self, "grad_scale", None)
-        if scale is not None:
+        if (scale := getattr(self, "grad_scale", None)) is not None:
             _divide(self, scale)
-        step = super().step
+        step = capturable.step_of(self) or super().step
         with _without_scaling(self):
             if flag is not None and devices.is_xla(flag.device.type):
-                skip_step.step_where_finite(self, flag, capturable.step_of(self) or step)
+                skip_step.step_where_finite(self, flag, step)
             elif flag is None or not flag.item():
-                (capturable.step_of(self) or step)()
+                step()
         return loss
 
     # torch wraps an optimizer class's `step` in hooks, once. The hooks of the wrapped class run already.
     step.hooked = True  # type: ignore[attr-defined]
-
-    def _needs_closure(self) -> bool:
-        parameters = inspect.signature(super().step).parameters
-        return "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty
-
-    def _step_with(self, closure: Callable[[], Any], flag: Tensor | None) -> Any:
-        """A step that evaluates the model itself (LBFGS); it decides on the host anyway, so the flag is read."""
-        if flag is not None and flag.item():
-            return None
-        return super().step(closure)
 
     def __reduce__(self) -> Any:
         return _rebuild, (type(self).__mro__[2], self.__getstate__())
