@@ -19,6 +19,7 @@ from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE, PLAIN
 aten = torch.ops.aten
 _TRACED = (FakeTensor, FunctionalTensor)
 """What torch.compile traces with."""
+_KEY = torch.DispatchKey.AutogradPrivateUse1
 KERNELS = KernelTable()
 """ATen name -> function for tensors of the device, with or without gradients."""
 WITH_KEYSET = frozenset({"_scaled_dot_product_fused_attention_overrideable_backward"})
@@ -44,7 +45,6 @@ def is_transformed(*tensors: torch.Tensor) -> bool:
 
 _attention: Callable[..., tuple[torch.Tensor, ...]] = aten._scaled_dot_product_fused_attention_overrideable.default
 _attention_backward: Any = aten._scaled_dot_product_fused_attention_overrideable_backward.default.redispatch
-_BELOW = torch._C._dispatch_keyset_full_after(torch.DispatchKey.AutogradPrivateUse1)
 _composite_attention: Callable[..., torch.Tensor] = aten.scaled_dot_product_attention.default.decompose
 
 
@@ -118,7 +118,7 @@ def _differentiable_attention_backward(
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (grad, *operands))):
         sizes = (cum_seq_q, cum_seq_k, max_q, max_k)
         arguments = (grad, *operands[:3], bias, wanted, output, logsumexp, *sizes, dropout_p, is_causal, *seed)
-        results: tuple[torch.Tensor | None, ...] = _attention_backward(keyset & _BELOW, *arguments, scale=scale)
+        results: tuple[torch.Tensor | None, ...] = _attention_backward(keyset.remove(_KEY), *arguments, scale=scale)
         return results
     if dropout_p > 0:
         raise RuntimeError(

@@ -150,13 +150,12 @@ def _default_kernel(
     has_kernel = keep_kernel and operator.has_kernel_for_dispatch_key(key)
     kernel = _installed_kernel(operator, key).call_boxed if has_kernel else None
     redispatch = operator.redispatch
-    after = torch._C._dispatch_keyset_full_after(key)
     enable = torch.set_autocast_enabled
     fallback: list[casting.Prepare] = []
 
     def default(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(args[index], _NUMBERS) for index in operands.tensors if index < len(args)):
-            return kernel(keyset, *args, **kwargs) if kernel else redispatch(keyset & after, *args, **kwargs)
+            return kernel(keyset, *args, **kwargs) if kernel else redispatch(keyset.remove(key), *args, **kwargs)
         # Neither of the calls above accepts a number where a tensor is expected; calling the operation does.
         if not fallback:
             fallback.append(casting.make(torch_cast, operands, device_type))
