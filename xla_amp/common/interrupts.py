@@ -135,8 +135,8 @@ def take_over() -> None:
         return _unwrapped(install(*args))
 
     @functools.wraps(get)
-    def get_unwrapped(*args: Any) -> Any:
-        return _unwrapped(get(*args))
+    def get_unwrapped(signalnum: int) -> Any:
+        return _unwrapped(get(signalnum))
 
     _signal.signal, signal.getsignal = install_wrapped, get_unwrapped
 

@@ -97,10 +97,10 @@ def hooks_of_all_modules() -> list[Any]:
 
 
 @functools.cache
-def _tables_of_hooks() -> list[dict[int, Any]]:
+def _tables_of_hooks() -> list[Any]:
     """The dicts that torch adds such hooks to, which the handle of a hook knows."""
     module = torch.nn.modules.module
-    found = [module._global_backward_hooks]  # adding one here would forbid torch's older kind of them
+    found: list[Any] = [module._global_backward_hooks]  # adding one here would forbid torch's older kind of them
     for register in (
         module.register_module_forward_pre_hook,
         module.register_module_forward_hook,
