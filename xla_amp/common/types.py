@@ -41,8 +41,6 @@ CASTS: Final[tuple[Cast, ...]] = get_args(Cast)
 Layer: TypeAlias = Literal["builtin", "file", "environment", "override", "context"]
 """Where a rule is written; a later layer wins over an earlier one."""
 
-LAYERS: Final[tuple[Layer, ...]] = get_args(Layer)
-
 OperationClass: TypeAlias = Literal[
     "contraction",
     "convolution",
@@ -75,8 +73,6 @@ LOW_DTYPES: Final[tuple[LowDtype, ...]] = get_args(LowDtype)
 
 Dtype: TypeAlias = Literal["bfloat16", "float16", "float32", "float64"]
 """Names of floating dtypes, for modules that import no framework."""
-
-DTYPES: Final[tuple[Dtype, ...]] = get_args(Dtype)
 
 
 class Range(NamedTuple):

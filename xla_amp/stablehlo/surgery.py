@@ -142,33 +142,6 @@ def name_of(function: Any) -> str:
     return str(function.attributes[_NAME].value)
 
 
-def replace_operands(root: Any, values: Mapping[Any, Any]) -> None:
-    """Makes an operation, and those in its regions, read other values."""
-    for operation in (root, *ir.operations(root)):
-        for index, operand in enumerate(operation.operands):
-            if operand in values:
-                operation.operands[index] = values[operand]
-
-
 def call_composites(module: Any) -> None:
     """Replaces each composite by a call of its decomposition, which means the same."""
     ir.run_passes(module, "func.func(stablehlo-legalize-composite-to-call)")
-
-
-def inline(operation: Any, function: Any) -> list[Any]:
-    """Replaces a call by copies of the operations of the function, which are returned.
-
-    MLIR's pass ``inline`` leaves calls alone: jaxlib 0.10.2 does not register how ``func.call`` is inlined.
-    """
-    block = block_of(function)
-    here = dict(zip(block.arguments, operation.operands, strict=True))
-    copies = []
-    for each in body(block):
-        copied = each.clone(ir.mlir().InsertionPoint(operation)).operation
-        replace_operands(copied, here)
-        here.update(zip(each.results, copied.results, strict=True))
-        copies.append(copied)
-    for result, operand in zip(operation.results, terminator(block).operands, strict=True):
-        result.replace_all_uses_with(here[operand])
-    operation.erase()
-    return copies
