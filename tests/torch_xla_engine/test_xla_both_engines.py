@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import same_step
 from same_step import POLICIES, STORED
+from source_tree import ROOT
 
 from xla_amp.common import config
 
@@ -33,22 +33,14 @@ def test_the_same_step(stored, precision):
     assert bool(mine["decisions"]) == (precision != "fp32")
 
 
-@pytest.mark.parametrize(
-    ("flags", "cost"),
-    [
-        (["--precision=bf16", "--optimizer=sgd"], {"executions": 1, "transfers": 0}),
-        (["--precision=fp16", "--policy=gpu", "--optimizer=adam"], {"executions": 1, "transfers": 0}),
-        (["--precision=fp16", "--policy=gpu", "--nosyncfree", "--stock"], {"executions": 2, "transfers": 1}),
-    ],
-    ids=["bf16", "fp16 with a scaler", "fp16 with torch's scaler"],
-)
-def test_the_example(flags, cost):
+def test_the_example():
+    """Its own counts; those of torch_xla for such steps are in test_xla_scaling.py."""
     environment = config.child_environment({"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"})
-    command = [sys.executable, Path(__file__).with_name("counted_example.py"), "--json", "--epochs=2", *flags]
+    flags = ["--json", "--epochs=2", "--precision=fp16", "--policy=gpu", "--optimizer=adam"]
+    command = [sys.executable, ROOT / "examples" / "mnist.py", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr
     assert "xla:0 (CPU)" in done.stdout
-    ours, theirs = (json.loads(line) for line in done.stdout.splitlines()[-2:])
-    assert theirs == cost  # by torch_xla's own counters
-    assert (ours["executions_per_step"], ours["host_syncs_per_step"]) == (cost["executions"], cost["transfers"])
-    assert ours["accuracy"] > 0.8
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["executions_per_step"], found["host_syncs_per_step"]) == (1, 0)
+    assert found["accuracy"] > 0.8

@@ -13,10 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch_xla
 from torch import nn
 
-import xla_amp
 from xla_amp import xla_model
 from xla_amp.backends import base
 from xla_amp.common import config
@@ -67,37 +65,10 @@ def test_collectives_of_one(name, options, groups):
     assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_all_reduce_of_one():
-    [result] = base.processes().all_reduce("sum", [torch.arange(4.0).to("xla")], None, True)
-    assert result.tolist() == [0.0, 1.0, 2.0, 3.0]
-
-
-def test_a_script_of_torch_xla():
-    """The functions of xla_model, in a float16 step: one program, and nothing is read."""
-    torch.manual_seed(0)
+def test_a_script_of_one_process():
     assert (xla_model.xrt_world_size(), xla_model.get_ordinal(), xla_model.is_master_ordinal()) == (1, 0, True)
     assert xla_model.rendezvous("here", b"mine") == [b"mine"]
     assert xla_model.mesh_reduce("there", 3, sum) == 3
-    assert xla_model.all_gather(torch.ones(2).to("xla")).tolist() == [1.0, 1.0]
-    model = nn.Linear(4, 4).to(xla_amp.xla_device())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = xla_amp.GradScaler("xla", init_scale=4.0)
-    batches = [torch.randn(2, 4).to("xla") for _ in range(5)]
-    for step, x in enumerate(batches):
-        if step == 2:
-            torch_xla.sync(wait=True)
-            before = base.metrics()
-        optimizer.zero_grad()
-        with xla_amp.autocast("xla", policy="gpu"):
-            loss = model(x).pow(2).mean()
-        scaler.scale(loss).backward()
-        xla_model.reduce_gradients(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        xla_model.mark_step()
-    after = base.metrics()
-    assert after["executions"] - before["executions"] == 3
-    assert after["device_to_host"] == before["device_to_host"]
 
 
 def test_gradients_of_sums_can_be_reduced_in_place():

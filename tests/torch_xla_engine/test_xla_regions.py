@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 import torch_xla
-from torch import nn
-from torch.nn import functional
 
 import xla_amp
 from xla_amp.errors import DeviceError, EngineError, PolicyError, UnsupportedDtypeError
@@ -94,23 +90,6 @@ def test_other_threads_have_torch_xlas_meanwhile(matrix):
     assert seen == [BF16, FP32]
 
 
-def test_users_can_install_our_rules_for_torch_autocast():
-    """In a separate process, because the change lasts."""
-    script = (
-        "import torch, torch_xla\n"
-        "from xla_amp.pytorch.autocast import xla_dispatch\n"
-        "x = torch.ones(2, 2, device='xla')\n"
-        "before, inside = [], []\n"
-        "for found in (before, inside):\n"
-        "    with torch.autocast('xla'):\n"
-        "        found.append(torch.addmv(x[0], x, x[0]).dtype)\n"
-        "    if not inside: xla_dispatch.install_defaults()\n"
-        "assert (before, inside) == ([torch.float32], [torch.bfloat16]), (before, inside)\n"
-    )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -129,53 +108,3 @@ def test_mistakes(call, error, message):
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------
-
-
-def hlo(tensors: list[torch.Tensor]) -> str:
-    return torch_xla._XLAC._get_xla_tensors_hlo(tensors)
-
-
-def lines(text: str, operation: str) -> list[str]:
-    return [line.strip() for line in text.splitlines() if f" {operation}(" in line]
-
-
-@pytest.mark.parametrize(
-    ("call", "operation", "dtype"),
-    [
-        (lambda x: torch.einsum("ij,jk->ik", x, x), "dot", "bf16"),
-        (lambda x: functional.linear(x, x), "dot", "bf16"),
-        (lambda x: torch.mm(x, x), "dot", "bf16"),
-        (lambda x: torch.softmax(x.bfloat16(), -1), "exponential", "f32"),
-        (lambda x: functional.cross_entropy(x.bfloat16(), torch.arange(4).to("xla")), "exponential", "f32"),
-        (lambda x: torch.pow(x.bfloat16(), 3.0), "power", "f32"),
-        (lambda x: functional.mse_loss(x.bfloat16(), x), "multiply", "f32"),
-    ],
-    ids=["einsum", "linear", "mm", "softmax", "cross_entropy", "pow", "mse_loss"],
-)
-def test_what_the_program_computes_in(matrix, call, operation, dtype):
-    with xla_amp.autocast("xla"):
-        text = hlo([call(matrix)])
-    found = lines(text, operation)
-    assert found, text
-    assert all(f"= {dtype}[" in line for line in found), found
-    if operation == "dot":
-        assert all("f32[" not in line for line in found), found
-
-
-def test_without_a_region_the_program_is_another(matrix):
-    assert "= f32[" in lines(hlo([torch.mm(matrix, matrix)]), "dot")[0]
-    assert "= bf16[" in lines(hlo([torch.softmax(matrix.bfloat16() + 1, -1)]), "exponential")[0]
-
-
-def test_gradients_of_a_linear_layer_are_low_contractions(matrix):
-    layer = nn.Linear(4, 4).to("xla")
-    with xla_amp.autocast("xla"):
-        layer(matrix).sum().backward()
-    dots = lines(hlo([layer.weight.grad]), "dot")
-    assert dots
-    assert all("= bf16[" in line for line in dots)
-
-
-def test_defaults_are_not_installed_by_starting_the_engine():
-    xla_amp.xla_device()
-    assert registered() == THEIRS

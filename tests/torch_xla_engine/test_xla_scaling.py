@@ -14,7 +14,6 @@ from torch import nn
 import xla_amp
 from xla_amp import GradScaler, syncfree
 from xla_amp.backends import base
-from xla_amp.backends.torch_xla import amp_kernels, fused_optimizers
 
 SHAPES = [(5, 3), (4,), ()]
 STEPS = 5
@@ -68,19 +67,6 @@ def test_torchs_own_optimizers_step_on_the_device(name, options):
         torch.testing.assert_close(mine.detach().cpu().double(), right.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_without_ours_torch_refuses():
-    """The twin of the test above."""
-    params = parameters("xla", torch.float32)
-    set_gradients(params, 0)
-    fused_optimizers.uninstall()
-    try:
-        with pytest.raises(RuntimeError, match="requires all the params to be floating point Tensors of supported"):
-            torch.optim.Adam(params, fused=True).step()
-    finally:
-        fused_optimizers.install()
-    torch.optim.Adam(params, fused=True).step()
-
-
 def test_learning_rates_compile_nothing():
     """0 and 1 included, which torch_xla compiles into its programs, and 0.1, which is also 1 - beta1."""
     ours = parameters("xla", torch.float32)
@@ -98,24 +84,6 @@ def test_learning_rates_compile_nothing():
 
 
 # ---- faults of torch_xla ---------------------------------------------------------------------------------------------
-
-
-def updated(scale: float, growth: float) -> float:
-    values = torch.full((), scale).to("xla"), torch.tensor(0, dtype=torch.int32).to("xla")
-    torch._amp_update_scale_(*values, torch.zeros(()).to("xla"), growth, 0.5, 1)
-    torch_xla.sync()
-    return values[0].item()
-
-
-def test_the_faults_are_torch_xlas():
-    """Its own kernel compiles the first factor in, and grows to infinity."""
-    scales = [(4.0, 2.0), (4.0, 3.0), (2.0**127, 2.0)]
-    assert [updated(*each) for each in scales] == [8.0, 12.0, 2.0**127]
-    amp_kernels.uninstall()
-    try:
-        assert [updated(*each) for each in scales] == [8.0, 8.0, float("inf")]
-    finally:
-        amp_kernels.install()
 
 
 def test_gradients_of_sums():

@@ -33,7 +33,7 @@ FILES: Mapping[str, tuple[int, Mapping[str, str]]] = MappingProxyType(
             "test_torchs_scaler_does_not_wait_either": "torch_xla's device does (test_what_the_stock_scaler_costs)",
         }),
         "optim/test_optimizer_options.py": (30, {}),
-        "optim/test_scaler_states.py": (6, {
+        "optim/test_scaler_states.py": (4, {
             "test_a_loop_does_what_the_model_does[XLA Adam]": ON_DEVICE,
             "test_a_loop_does_what_the_model_does[XLA fused SGD]": ON_DEVICE,
         }),
