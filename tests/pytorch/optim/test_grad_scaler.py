@@ -292,6 +292,12 @@ def test_float16_gradients(device):
         scaler.unscale_(optimizer)
 
 
+def test_the_scale_keeps_its_bounds(device):
+    params = parameters(device)
+    scaler = GradScaler(device, init_scale=4.0, growth_interval=1, min_scale=3.0, max_scale=5.0)
+    assert train(scaler, torch.optim.SGD(params, lr=0.05), params, bad=(2,), steps=4) == [5.0, 5.0, 3.0, 5.0]
+
+
 def test_the_scale_stays_finite(device):
     params = parameters(device)
     scaler = GradScaler(device, init_scale=2.0**127, growth_interval=1)

@@ -230,7 +230,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(options=SETTINGS, bounded=st.booleans())
     def start(self, options: dict[str, Any], bounded: bool) -> None:
         if bounded:
-            options |= {"min_scale": options["init_scale"] / 3, "max_scale": options["init_scale"] * 3}
+            options |= {"min_scale": options["init_scale"] / 2, "max_scale": options["init_scale"] * 1.25}
         self.front.start(options)
         self.model = Model(self.front, options)
         self.values = [self.front.values(part) for part in range(2)]
@@ -344,7 +344,7 @@ FRONTS = {
 
 # The same loops in each run; what fails is at most ten steps long, so it is not made shorter.
 RUNS = settings(
-    max_examples=6,
+    max_examples=10,
     stateful_step_count=10,
     deadline=None,
     derandomize=True,
