@@ -1,8 +1,10 @@
-"""Operations that torch composes of others on the device: they have no lowering."""
+"""Operations that torch composes of others on the device: they have no lowering.
+
+Of those here the operator database (tests/lazy/op_db) has all but windows and forms in place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +12,6 @@ import torch
 from harness import assert_same, sample
 
 from xla_amp.lowering import find
-
-aten = torch.ops.aten
-HALF = torch.bfloat16
 
 
 def windows(place: str) -> dict[str, Any]:
@@ -27,36 +26,12 @@ def windows(place: str) -> dict[str, Any]:
     return made
 
 
-def turns(place: str) -> dict[str, Any]:
-    x = sample(3, 4, 5).to(place)
-    return {f"rot90 {k}": torch.rot90(x, k, [0, 2]) for k in (0, 1, 2, 3, -1, 5)}
+def test_windows(device: torch.device) -> None:
+    assert_same(windows, rtol=1e-6, atol=1e-6)
 
 
-def shuffles(place: str) -> dict[str, Any]:
-    def of(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
-        return sample(*shape, dtype=dtype).to(place)
-
-    return {
-        "pixels": aten.pixel_shuffle(of(2, 8, 3, 4), 2),
-        "one image": aten.pixel_shuffle(of(8, 3, 4, dtype=torch.float32), 2),
-        "back": aten.pixel_unshuffle(of(2, 3, 4, 6), 2),
-    }
-
-
-def functions(place: str) -> dict[str, Any]:
-    x, half = sample(4, 5).to(place), sample(4, 5, dtype=HALF).to(place)
-    whole, positive = torch.arange(4, device=place), x.abs() + 3
-    return {
-        "degrees": [aten.deg2rad(x), aten.deg2rad(half), aten.deg2rad(whole)],
-        "radians": [aten.rad2deg(x), aten.rad2deg(half), aten.rad2deg(whole)],
-        "celu": [aten.celu(x, 1.3), aten.celu(half, 1.3)],
-        "gamma functions": [aten.mvlgamma(positive, 2), positive.clone().polygamma_(1)],
-    }
-
-
-@pytest.mark.parametrize("program", [windows, turns, shuffles, functions])
-def test_as_torch(program: Callable[[str], dict[str, Any]], device: torch.device) -> None:
-    assert_same(program, rtol=1e-6, atol=1e-6)
+def test_a_gamma_function_in_place(device: torch.device) -> None:
+    assert_same(lambda place: (sample(4, 5).abs() + 3).to(place).polygamma_(1), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["celu", "deg2rad", "hann_window", "mvlgamma", "pixel_shuffle", "rot90"])
