@@ -1,4 +1,4 @@
-"""Progress of a long call on standard error: a line every 15 seconds.
+"""Progress of a long call on standard error: a bar on a terminal, otherwise a line every 15 seconds.
 
 What computes calls `tell`; who shows it wraps the call in `shown`.  ``XLA_AMP_PROGRESS=off`` shows nothing.
 """
@@ -12,12 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 from xla_amp.common import config
 
 EVERY: float = 15.0
-"""Seconds between two lines; a shorter call prints none."""
+"""Seconds between two lines where there is no bar; a shorter call prints none."""
+QUIET: float = 1.0
+"""Seconds before the bar is shown."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,10 +41,12 @@ def tell(what: str, done: int = 0, total: int = 0) -> None:
         state.what, state.done, state.total = what, done, total
 
 
-def _wanted(stream: TextIO, lines: bool) -> bool:
-    """Whether to show progress: on a terminal or with `lines`, unless ``XLA_AMP_PROGRESS`` demands otherwise."""
+def wanted(stream: TextIO | None) -> bool:
+    """Whether to show progress on `stream`: a terminal, or as ``XLA_AMP_PROGRESS`` demands."""
     asked = config.progress()
-    return asked == "on" or (asked == "auto" and (lines or stream.isatty()))
+    if asked != "auto" or stream is None:
+        return asked == "on" and stream is not None
+    return stream.isatty()
 
 
 @contextlib.contextmanager
@@ -51,14 +55,16 @@ def shown(title: str, *, lines: bool = False) -> Iterator[None]:
 
     Args:
         title: opens each line.
-        lines: whether to show it, too, where standard error is no terminal.
+        lines: whether to print lines, too, where standard error is no terminal.
     """
     stream = sys.stderr
-    if stream is None or not _wanted(stream, lines):
+    bar = _bar() if wanted(stream) and stream.isatty() else None
+    if bar is None and not wanted(stream) and (not lines or config.progress() == "off"):
         yield
         return
     state, done = _State(title, time.monotonic()), threading.Event()
-    thread = threading.Thread(target=_show, args=(stream, state, done), daemon=True, name="xla_amp progress")
+    run = (_show_bar, (bar, state, done)) if bar is not None else (_show_lines, (stream, state, done))
+    thread = threading.Thread(target=run[0], args=run[1], daemon=True, name="xla_amp progress")
     thread.start()
     token = _shown.set(state)
     try:
@@ -66,11 +72,34 @@ def shown(title: str, *, lines: bool = False) -> Iterator[None]:
     finally:
         _shown.reset(token)
         done.set()
-        thread.join()
+        thread.join()  # the bar leaves the terminal before a report is printed
 
 
-def _show(stream: TextIO, state: _State, done: threading.Event) -> None:
+def _show_lines(stream: TextIO, state: _State, done: threading.Event) -> None:
     while not done.wait(EVERY):
         share = f", {state.done} of {state.total}" if state.total else ""
         seconds = time.monotonic() - state.begin
         print(f"{state.title}: {state.what}{share} ({seconds:.0f} s)", file=stream, flush=True)
+
+
+def _bar() -> Any:
+    """A bar of rich, or None where it is not installed."""
+    try:
+        from rich import progress as bars
+        from rich.console import Console
+    except ImportError:
+        return None
+    return bars.Progress(
+        bars.SpinnerColumn(), bars.TextColumn("{task.description}"), bars.BarColumn(), bars.TimeElapsedColumn(),
+        console=Console(stderr=True), transient=True,
+    )  # fmt: skip
+
+
+def _show_bar(bar: Any, state: _State, done: threading.Event) -> None:
+    if done.wait(QUIET):
+        return
+    with bar:
+        task = bar.add_task(state.title, total=None)
+        while not done.wait(0.2):
+            text = f"{state.title}: {state.what}"
+            bar.update(task, description=text, completed=state.done, total=state.total or None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import sys
 from importlib import resources
@@ -33,11 +35,14 @@ def table(**fields) -> Table:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
-def test_a_table_fits_the_terminal_and_keeps_the_line(width, monkeypatch):
+@pytest.mark.parametrize("draws", [False, True], ids=["plain", "rich"])
+def test_a_table_fits_the_terminal_and_keeps_the_line(width, draws, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
-    lines = table().text().splitlines()
+    with contextlib.redirect_stdout(pages.Terminal() if draws else io.StringIO()):
+        lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in table().text().splitlines()]
     assert max(map(len, lines)) <= width
     assert any("…" in line and "/model.py:7" in line for line in lines)
+    assert ("┃" in lines[1]) == draws
     assert not any("why" in line for line in lines)
 
 
@@ -51,6 +56,12 @@ def test_numbers_stand_right_empty_columns_and_rows_without_end_are_left_out():
     shown = Table(columns=("a", "b", "c"), rows=[(i * 1000, None, f"{i}\x1b\n") for i in range(60)], note="n").text(80)
     assert shown.splitlines()[:4] == ["     a  c", "------  ------", "     0  0\\x1b", " 1,000  1\\x1b"]
     assert shown.splitlines()[-2:] == ["and 20 more rows", "n"]
+
+
+def test_without_rich_a_terminal_gets_plain_text(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with contextlib.redirect_stdout(pages.Terminal()):
+        assert table().text(80).startswith("operation ")
 
 
 def test_a_page_shows_what_the_text_does_not():
