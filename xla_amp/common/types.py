@@ -71,9 +71,6 @@ LowDtype: TypeAlias = Literal["bfloat16", "float16"]
 
 LOW_DTYPES: Final[tuple[LowDtype, ...]] = get_args(LowDtype)
 
-Dtype: TypeAlias = Literal["bfloat16", "float16", "float32", "float64"]
-"""Names of floating dtypes, for modules that import no framework."""
-
 
 class Range(NamedTuple):
     """Range of a dtype's magnitudes."""

@@ -124,7 +124,7 @@ def _recursive(module: MlirModule) -> list[str]:
     return []
 
 
-def verify(module: MlirModule, name: str = "module") -> None:
+def verify(module: MlirModule) -> None:
     """Runs MLIR's verifier.
 
     Raises:
@@ -135,9 +135,9 @@ def verify(module: MlirModule, name: str = "module") -> None:
         try:
             valid = module.operation.verify()
         except ir.MLIRError as error:
-            raise ModuleError(f"{name}: not a valid module: {_first_line(error, problems)}") from None
+            raise ModuleError(f"module: not a valid module: {_first_line(error, problems)}") from None
         if not valid:
-            raise ModuleError(f"{name}: not a valid module: {_first_line('', problems)}")
+            raise ModuleError(f"module: not a valid module: {_first_line('', problems)}")
 
 
 class _quiet:
