@@ -112,13 +112,8 @@ class Engine(Protocol):
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copies a CPU tensor to the device.  Records nothing: a loader's thread may call it at any time."""
 
-    def read_later(self, tensor: torch.Tensor, overwritten: bool = False) -> Read:
-        """Starts to read `tensor`, a whole storage, without waiting for it.
-
-        Args:
-            tensor: on the device.
-            overwritten: later steps write to it in place.
-        """
+    def read_later(self, tensor: torch.Tensor) -> Read:
+        """Starts to read `tensor`, a whole storage on the device, without waiting for it."""
 
     def zeros(self, wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor] | None:
         """Contiguous zeros of each shape and dtype, made outside the step; None if the step must make them."""

@@ -128,7 +128,7 @@ class Read:
         return self._value.cpu()
 
 
-def read_later(tensor: torch.Tensor, overwritten: bool = False) -> Read:
+def read_later(tensor: torch.Tensor) -> Read:
     """The value that `tensor` has now."""
     return Read(tensor)
 

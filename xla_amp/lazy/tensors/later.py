@@ -9,7 +9,7 @@ import torch
 
 from xla_amp.lazy.dtypes import to_torch
 from xla_amp.lazy.graph.trace import Buffer, Poisoned, trace
-from xla_amp.lazy.programs import execute, memory_layout, recompile_reasons
+from xla_amp.lazy.programs import execute, recompile_reasons
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io
 
@@ -17,8 +17,7 @@ from xla_amp.lazy.tensors import tensor_io
 class Read:
     """The value that a tensor has now; `read_later` makes it."""
 
-    def __init__(self, tensor: torch.Tensor, overwritten: bool) -> None:
-        self._overwritten = overwritten
+    def __init__(self, tensor: torch.Tensor) -> None:
         self._array: Any = None
         self._buffer: Buffer | None = None
         with trace.lock:
@@ -36,11 +35,8 @@ class Read:
         buffer, self._buffer = self._buffer, None
         if buffer is None or buffer.array is None or isinstance(buffer.array, Poisoned):
             return
-        if self._overwritten:
-            self._array = memory_layout.copy(buffer.array)
-        else:
-            # Held for as long as the tensor has it: whether this read is still held must not make another program.
-            self._array = buffer.external = buffer.array
+        # Held for as long as the tensor has it: whether this read is still held must not make another program.
+        self._array = buffer.external = buffer.array
         self._array.copy_to_host_async()
 
     def ready(self) -> bool:
@@ -64,14 +60,9 @@ _waiting: list[Read] = []
 """Reads of values that the present trace computes."""
 
 
-def read_later(tensor: torch.Tensor, overwritten: bool = False) -> Read:
-    """Starts to read `tensor` without waiting; records nothing.
-
-    Args:
-        tensor: on the device, a whole storage.
-        overwritten: later steps write to it in place, so that the value has to be copied on the device.
-    """
-    return Read(tensor, overwritten)
+def read_later(tensor: torch.Tensor) -> Read:
+    """Starts to read `tensor`, a whole storage on the device, without waiting; records nothing."""
+    return Read(tensor)
 
 
 def _take_all() -> None:
