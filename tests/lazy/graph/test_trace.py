@@ -96,17 +96,6 @@ def test_no_dtype_and_an_explicit_one_are_different_programs(device: torch.devic
     assert torch.sum(x, [1], True).dtype is torch.bfloat16
 
 
-def test_uploading_does_not_end_a_step(device: torch.device) -> None:
-    x = torch.ones(3).to(device)
-    with counted() as counts:
-        y = x + 1
-        z = torch.ones(3).to(device)
-        w = engine.to_device(torch.ones(3))
-        y + z + w
-    assert counts.executions == 0
-    assert counts.host_to_device == 2
-
-
 def test_sync_with_wait_counts_one_host_sync(device: torch.device) -> None:
     x = torch.ones(3).to(device) + 1
     with counted() as counts:

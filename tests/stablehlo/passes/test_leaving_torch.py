@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import xla_amp
 from xla_amp.errors import CaptureError
 from xla_amp.lazy.interop.export import Exported, export
-from xla_amp.stablehlo import autocast, io, ir
+from xla_amp.stablehlo import autocast, io
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def gpt2() -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
     return GPT2LMHeadModel(config), (tokens, tokens), lambda m, x, y: m(x, labels=y).loss
 
 
-def exported_step(make: Any, device: torch.device, *, low: bool = False) -> Exported:
+def exported_step(make: Any, device: torch.device) -> Exported:
     torch.manual_seed(0)
     model, data, loss_of = make()
     model = model.to(device)
@@ -68,8 +68,7 @@ def exported_step(make: Any, device: torch.device, *, low: bool = False) -> Expo
 
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:
         optimizer.zero_grad()
-        with xla_amp.autocast(device, enabled=low):
-            loss = loss_of(model, x, y)
+        loss = loss_of(model, x, y)
         loss.backward()
         optimizer.step()
         return loss, [parameter.grad for parameter in model.parameters()]
@@ -105,18 +104,6 @@ def test_step_of_a_model(make: Any, contractions: int, tolerance: float, device:
     some = [i for i, size in enumerate(sizes) if size > 1e-4]
     assert len(some) > 0.8 * len(sizes)
     assert checks.error([got[i] for i in some], [expected[i] for i in some]) < tolerance
-
-
-def test_autocast_of_torch_is_inside_the_program(device: torch.device) -> None:
-    def perceptron() -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-        return model, (torch.randn(4, 4), torch.randint(3, (4,))), lambda m, x, y: F.cross_entropy(m(x), y)
-
-    for low in (False, True):
-        program = exported_step(perceptron, device, low=low)
-        module = ir.parse(program.mlir_module_serialized)
-        assert len(checks.contractions(module)) == 5
-        assert len(checks.wide_contractions(module)) == (0 if low else 5)
 
 
 def test_program_is_what_the_call_computed(device: torch.device, tmp_path: pathlib.Path) -> None:
