@@ -31,10 +31,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from xla_amp import policy as policies
 from xla_amp.backends import base, devices
+from xla_amp.backends.trees import tree_map
 from xla_amp.common import events
 from xla_amp.integrations import patches
 from xla_amp.integrations.patches import Patch
@@ -225,7 +225,7 @@ def _grow_on_host(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     with warnings.catch_warnings(), _inputs_on_device(self):
         warnings.filterwarnings("ignore", ".*on a device type different than your model's device", UserWarning)
         result = original(self, *args, **kwargs)
-    return _moved(result, self.device)
+    return xla_model.send_cpu_data_to_device(result, self.device)
 
 
 def _inputs_on_device(model: Any) -> contextlib.AbstractContextManager[Any]:
@@ -234,13 +234,9 @@ def _inputs_on_device(model: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
     def move(module: Any, args: Any, kwargs: Any) -> Any:
-        return _moved((args, kwargs), model.device)
+        return xla_model.send_cpu_data_to_device((args, kwargs), model.device)
 
     return model.get_encoder().register_forward_pre_hook(move, with_kwargs=True)  # type: ignore[no-any-return]
-
-
-def _moved(values: Any, device: torch.device) -> Any:
-    return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, values)
 
 
 def _integers_to_host(value: Any) -> Any:
