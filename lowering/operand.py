@@ -32,6 +32,22 @@ def as_dtype(x: Any, dtype: Any) -> jax.Array:
     return lax.convert_element_type(x, dtype) if hasattr(x, "dtype") else jnp.asarray(x, dtype)
 
 
+def rounded_to_half(x: jax.Array, dtype: Any) -> jax.Array:
+    """float32 `x`, still in float32, rounded to the nearest value that `dtype` (bfloat16 or float16) has.
+
+    XLA could remove a pair of conversions.
+    """
+    limits = jnp.finfo(dtype)
+    rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=limits.nmant)
+    if dtype != np.float16:
+        return rounded
+    # reduce_precision with float16's own 5 exponent bits would flush its subnormals, where small gradients live.  They
+    # are the multiples of 2**-24.
+    subnormal = lax.round(x * np.float32(2.0**24), lax.RoundingMethod.TO_NEAREST_EVEN) * np.float32(2.0**-24)
+    rounded = jnp.where(abs(x) < float(limits.smallest_normal), subnormal, rounded)
+    return jnp.where(abs(rounded) > float(limits.max), jnp.copysign(jnp.inf, x), rounded)
+
+
 def up(x: jax.Array) -> jax.Array:
     """`x` in its opmath dtype."""
     return as_dtype(x, opmath(x.dtype))

@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jax.scipy import special
 
-from xla_amp.lowering.operand import as_dtype, axes, is_half, opmath, up
+from xla_amp.lowering.operand import as_dtype, axes, is_half, opmath, rounded_to_half, up
 from xla_amp.lowering.registry import register
 
 Binary = Callable[[Any, Any], jax.Array]
@@ -171,12 +171,11 @@ BITWISE: Table = {
 
 
 def _rounded(x: Any, common: Any) -> jax.Array:
-    """`x` rounded to `common`, in its opmath dtype (XLA could remove a pair of conversions)."""
+    """`x` rounded to `common`, in its opmath dtype."""
     wide = as_dtype(x, opmath(common))
     if not is_half(common) or getattr(x, "dtype", None) == common:
         return wide
-    limits = jnp.finfo(common)
-    return lax.reduce_precision(wide, exponent_bits=limits.nexp, mantissa_bits=limits.nmant)
+    return rounded_to_half(wide, common)
 
 
 def _float_common(common: Any, out: Any) -> np.dtype:

@@ -93,6 +93,10 @@ ROWS = [
         for name in ("add", "copysign", "div", "eq", "floor_divide", "fmod", "ge", "lt", "mul", "remainder")
     ),
     row("remainder.Scalar_Tensor", "bh", lambda d: (2.3, ROUNDED.to(d))),
+    *(  # also to float16's subnormal numbers
+        row(f"{name}.Scalar", "h", lambda d: (torch.tensor([6e-8, 1.2e-7, 3e-5, 0.0, -3e-5], dtype=d), 3e-5))
+        for name in ("eq", "fmod", "ge", "lt", "remainder")
+    ),
     *(row(f"__{side}shift__.Tensor", "iu", lambda d: (sample(4, 5, dtype=d), _positive(d) % 7)) for side in "lr"),
     # one tensor and constants
     *(row("logit", "f", lambda d, eps=eps: (SPECIAL, eps)) for eps in (None, 0.1)),

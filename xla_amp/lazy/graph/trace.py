@@ -29,6 +29,7 @@ from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lowering import Permuted
+from xla_amp.lowering.operand import rounded_to_half
 
 Numbers = tuple[int, ...]
 _interning = threading.RLock()
@@ -447,26 +448,15 @@ def rounding_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
         x = jax.numpy.real(x)
     if jax.numpy.issubdtype(x.dtype, np.floating):
         if dtype.itemsize == 2 < x.dtype.itemsize and jax.numpy.issubdtype(dtype, np.floating):
-            x = _round_to_half(jax.lax.convert_element_type(x, np.float32), dtype)  # float64 too goes by way of float32
+            x = rounded_to_half(
+                jax.lax.convert_element_type(x, np.float32), dtype
+            )  # float64 too goes by way of float32
         elif dtype.kind in "iu" and dtype.itemsize < 4:
             # torch's small integers wrap around, and what not even the wide type holds is 0: XLA would saturate.
             x = x.astype(np.float32) if x.dtype.itemsize == 2 else x
             x = jax.numpy.where(abs(x) < 2.0 ** (63 if dtype.kind == "u" else 31), x, 0)
             x = jax.lax.convert_element_type(x, np.int64 if dtype.kind == "u" else np.int32)
     return jax.lax.convert_element_type(x, dtype)
-
-
-def _round_to_half(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """float32 `x`, still in float32, rounded to the nearest value that `dtype` (bfloat16 or float16) has."""
-    limits = jax.numpy.finfo(dtype)
-    rounded = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=limits.nmant)
-    if dtype != np.float16:
-        return rounded
-    # reduce_precision with float16's own 5 exponent bits would flush its subnormals, where small gradients live.  They
-    # are the multiples of 2**-24, which is the spacing of float32 at 0.5: adding that rounds to them.
-    subnormal = jax.numpy.copysign((abs(x) + np.float32(0.5)) - np.float32(0.5), x)
-    rounded = jax.numpy.where(abs(x) < float(limits.smallest_normal), subnormal, rounded)
-    return jax.numpy.where(abs(rounded) > float(limits.max), jax.numpy.copysign(jax.numpy.inf, x), rounded)
 
 
 _broadcasts: dict[tuple[Spec, Numbers], Instruction] = instruction_cache()
