@@ -383,27 +383,7 @@ def _transposed(primitive: Any, index: int, unknown: Any, known: tuple[Any, ...]
     known = tuple(map(_f32_aval, known))
     operands = (*known[:index], _f32_aval(unknown), *known[index:])
     out, _ = primitive.abstract_eval(*operands, **settings)
-    return _without_transpose(primitive, compat.trace(transposed, (out, *known)))
-
-
-def _without_transpose(primitive: Any, closed: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
-    """Rewrites ``transpose(dot(a, b))`` to ``dot(b, a)``."""
-    if primitive is not lax.dot_general_p or len(closed.jaxpr.eqns) != 2 or closed.consts:
-        return closed
-    product, after = closed.jaxpr.eqns
-    (summed_left, summed_right), (batch, _) = product.params["dimension_numbers"]
-    left, right = (atom.aval.ndim - len(summed_left) for atom in product.invars[:2])
-    exchanged = (*range(left, left + right), *range(left))
-    if batch or after.params.get("permutation") != exchanged or product.params.get("out_sharding") is not None:
-        return closed
-    numbers = ((summed_right, summed_left), ((), ()))
-    order = [closed.jaxpr.invars.index(atom) for atom in reversed(product.invars[:2])]
-
-    def swapped(*values: Any) -> list[Any]:
-        operands = [values[index] for index in order]
-        return [primitive.bind(*operands, **{**product.params, "dimension_numbers": numbers})]
-
-    return compat.trace(swapped, closed.in_avals)
+    return compat.trace(transposed, (out, *known))
 
 
 def _batch(primitive: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
