@@ -54,19 +54,6 @@ def replaying(function, *args):
     return step
 
 
-def test_views_and_arguments_come_back_as_such(device):
-    def step(x):
-        y = x * 2
-        return x, y[:, 1], y.t()
-
-    compiled = replaying(step, torch.ones(2, 3, device=device))
-    x = torch.arange(6.0, device=device).view(2, 3)
-    same_x, column, transposed = compiled(x)
-    assert same_x is x
-    assert column.tolist() == [2.0, 8.0]
-    assert transposed.tolist() == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
-
-
 def test_another_shape_mode_or_region_is_another_capture(device):
     model = nn.Dropout(0.5).to(device)
     step = xla_amp.compile(lambda x: model(x), strict=True)
@@ -120,12 +107,7 @@ def item(device):
 
 
 def object_with_a_tensor(device):
-    return lambda x: Scores(x * 2), r"returns a Python value that is another one in each call \(among Scores\)"
-
-
-def sign_of_zero(device):
-    number = counter_in_c()
-    return lambda x: (x * 2, -0.0 if number() % 2 else 0.0), r"another one in each call \(among float\)"
+    return lambda x: Scores(x * 2), "returns or binds a Python value or tensor that is another one"
 
 
 def counter(device):
@@ -168,7 +150,7 @@ def number_from_elsewhere(device):
 
 def value_from_the_host(device):
     number = counter_in_c()
-    return lambda x: x + torch.tensor([number(), 2]).to(device), "brings a value from the host"
+    return lambda x: x + torch.tensor([number(), 2]).to(device), "reads a tensor that is another one in each call"
 
 
 def other_operations(device):
@@ -222,7 +204,7 @@ def seeds(device):
 
 
 REFUSALS = [
-    item, object_with_a_tensor, sign_of_zero, counter, growing_list, attribute, transposed_argument, rate_inside,
+    item, object_with_a_tensor, counter, growing_list, attribute, transposed_argument, rate_inside,
     number_from_elsewhere, value_from_the_host, other_operations, host_state, schedule_inside, graph, seeds,
 ]  # fmt: skip
 
@@ -247,21 +229,6 @@ def test_what_cannot_be_replayed_stays_recorded_with_one_warning(refusal, device
         results(xla_amp.compile(refusal(device)[0], strict=True))
 
 
-def test_an_audit_finds_what_was_hidden(device):
-    """A schedule in C: no Python value that can be seen from the function changes."""
-    before = sys.getswitchinterval()
-    compiled = xla_amp.compile(lambda x: x * sys.getswitchinterval())
-    x = torch.ones(2, device=device)
-    [compiled(x) for _ in range(4)]
-    try:
-        sys.setswitchinterval(0.25)
-        with pytest.raises(CaptureError, match=r"no longer does what was captured.*Python computes 0\.25 for mul"):
-            [compiled(x) for _ in range(40)]
-    finally:
-        sys.setswitchinterval(before)
-    assert compiled.replays == 8
-
-
 def test_captures_are_bounded(device):
     step = xla_amp.compile(lambda x, n: x + n, limit=2)
     x = torch.zeros(2, device=device)
@@ -278,7 +245,7 @@ def test_captures_are_bounded(device):
         (
             lambda: xla_amp.compile(abs)(torch.ones(2).to_sparse().to(xla_amp.xla_device())),
             TypeError,
-            r"expects dense tensors.*torch.sparse_coo.*call tensor.to_dense\(\)",
+            r"expects dense tensors.*torch.sparse_coo.*call tensor.to.* or to_dense\(\)",
         ),
     ],
 )

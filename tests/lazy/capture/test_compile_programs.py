@@ -32,34 +32,6 @@ def tensors(*modules):
     return [value.clone() for module in modules for value in module.state_dict().values()]
 
 
-def gan(device, compiled):
-    """Two networks with an optimizer each, in one step; the noise is drawn on the device."""
-    generator = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8)).to(device)
-    critic = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(16, 1)).to(device)
-    of_generator = xla_amp.syncfree.AdamW(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
-    of_critic = xla_amp.syncfree.AdamW(critic.parameters(), lr=2e-3, betas=(0.5, 0.999))
-    ones, zeros = torch.ones(6, 1, device=device), torch.zeros(6, 1, device=device)
-
-    def step(real):
-        fake = generator(torch.randn(6, 4, device=device))
-        of_critic.zero_grad()
-        with xla_amp.autocast(device):
-            loss_real = F.binary_cross_entropy_with_logits(critic(real), ones)
-            loss_fake = F.binary_cross_entropy_with_logits(critic(fake.detach()), zeros)
-        (loss_real + loss_fake).backward()
-        of_critic.step()
-        of_generator.zero_grad()
-        loss = F.binary_cross_entropy_with_logits(critic(fake), ones)
-        loss.backward()
-        of_generator.step()
-        return {"critic": (loss_real + loss_fake).detach(), "generator": loss.detach(), "sample": fake.detach()[0]}
-
-    step, results = compiled(step), []
-    for real in batches(device, (6, 8)):
-        results.append(step(real))
-    return [value for result in results for value in result.values()] + tensors(generator, critic), [step]
-
-
 def accumulation(device, compiled):
     """Gradients of three batches, clipped, then an update: two captured functions, with gradients between them."""
     model = nn.Sequential(nn.Embedding(20, 8), nn.Flatten(), nn.Linear(32, 20)).to(device)
@@ -284,40 +256,6 @@ def checkpoints(device, compiled):
     return results + tensors(model), [step]
 
 
-def teacher(device, compiled):
-    """A frozen model, and evaluation under no_grad() by a bound method between the steps."""
-
-    class Student:
-        def __init__(self):
-            self.model, self.teacher = network(device), network(device).eval()
-            self.optimizer = xla_amp.syncfree.SGD(self.model.parameters(), lr=0.1)
-            self.temperature = 2.0
-
-        def step(self, x):
-            self.model.train()
-            self.optimizer.zero_grad()
-            with torch.no_grad():
-                wanted = (self.teacher(x) / self.temperature).softmax(1)
-            loss = F.kl_div(self.model(x).log_softmax(1), wanted, reduction="batchmean")
-            loss.backward()
-            self.optimizer.step()
-            return loss.detach()
-
-        @torch.no_grad()
-        def evaluate(self, x):
-            return self.model.eval()(x).argmax(1)
-
-    student = Student()
-    step, evaluate, results = compiled(student.step), compiled(student.evaluate), []
-    for number, x in enumerate(batches(device, (6, 8)) * 2):
-        student.model.train()
-        student.temperature = 2.0 if number < 12 else 3.0
-        results.append(step(x))
-        student.model.eval()
-        results.append(evaluate(x))
-    return results + tensors(student.model), [step, evaluate]
-
-
 def shared_with_jax(device, compiled):
     """A batch and two weights, one of them frozen, that JAX has in another order in memory, and keeps."""
 
@@ -392,9 +330,6 @@ SCHEDULES = {
         [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3), torch.optim.lr_scheduler.CosineAnnealingLR(o, 9)],
         milestones=[3],
     ),
-    "chained": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
-        [torch.optim.lr_scheduler.ConstantLR(o, 0.5), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)]
-    ),
 }
 
 
@@ -415,8 +350,8 @@ def of_schedule(name):
 
 
 PROGRAMS = [
-    gan, accumulation, evaluation, recurrent, two_step_gan, alternating_shapes, moving_average, frozen_layers,
-    mixed_optimizers, checkpoints, teacher, shared_with_jax, *map(of_schedule, SCHEDULES),
+    accumulation, evaluation, recurrent, two_step_gan, alternating_shapes, moving_average, frozen_layers,
+    mixed_optimizers, checkpoints, shared_with_jax, *map(of_schedule, SCHEDULES),
     *map(of_optimizer, OPTIMIZERS),
 ]  # fmt: skip
 

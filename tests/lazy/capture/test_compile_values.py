@@ -36,10 +36,6 @@ class Class:
     factor = 2.0
 
 
-class Slots:
-    __slots__ = ("factor",)
-
-
 @dataclasses.dataclass(eq=False)
 class Trainer:
     """A bound object: its plain values are compared if the step's code names them, its tensors are inputs."""
@@ -96,14 +92,13 @@ def _set(holder, key):
 
 def compared(device):
     """Name -> (step that multiplies by 2, function that sets that number)."""
-    module, trainer, slots, items, event = scaled(2.0), Trainer(), Slots(), [2.0], {2.0}
+    module, trainer, items, event = scaled(2.0), Trainer(), [2.0], {2.0}
     buffer, parameter = nn.Module(), nn.Module()
     buffer.register_buffer("b", torch.tensor([2.0]))
     parameter.p = nn.Parameter(torch.tensor(2.0), requires_grad=False)
     weight = nn.Module()
     weight.register_buffer("w", torch.full((2,), 2.0, device=device))
     bound = Trainer(weight=torch.full((2,), 2.0, device=device))
-    slots.factor = 2.0
     array = np.full(1, 2.0)
     schedule = types.SimpleNamespace(last_epoch=2)
     tensors = [torch.full((2,), 2.0, device=device)]
@@ -121,7 +116,6 @@ def compared(device):
         "a container in an attribute": (lambda x: x * settings.T["k"][0], lambda v: settings.T["k"].__setitem__(0, v)),
         "an enum": (lambda x: x * settings.mode.value, lambda value: setattr(settings, "mode", Mode(value))),
         "a class": (lambda x: x * Class.factor, _set(Class, "factor")),
-        "slots": (lambda x: x * slots.factor, _set(slots, "factor")),
         "self": (trainer.step, _set(trainer, "factor")),
         "an object's epoch": (lambda x: x * schedule.last_epoch, _set(schedule, "last_epoch")),
         "a module's attribute": (lambda x: module(x), _set(module, "factor")),
@@ -202,9 +196,6 @@ def test_a_change_of_a_constant_is_found_by_the_comparison(name, x):
         with pytest.raises(CaptureError, match=r"no longer does what was captured.*(Python computes|calls differ)"):
             [step(x) for _ in range(40)]
         assert step.replays == 8
-        checked = xla_amp.compile(constants()[name][0], check=True)
-        assert [checked(x).tolist() for _ in range(3)] == [checked(x).tolist()] * 3
-        assert checked.replays == 0
     finally:
         sys.setrecursionlimit(limit)
 
@@ -238,7 +229,6 @@ HOOKS = {
     "after a gradient": lambda m, o: m.weight.register_post_accumulate_grad_hook(_halve),
     "before an optimizer": lambda m, o: o.register_step_pre_hook(lambda *_: _halve(m.weight)),
     "after an optimizer": lambda m, o: o.register_step_post_hook(lambda *_: _halve(m.bias)),
-    "of all modules": lambda m, o: nn.modules.module.register_module_forward_hook(doubled),
     "a frozen parameter": lambda m, o: m.bias.requires_grad_(False),
     "evaluation": lambda m, o: m.eval(),
     "another class": lambda m, o: setattr(m, "__class__", type("Other", (nn.Linear,), {})),

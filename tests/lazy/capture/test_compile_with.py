@@ -89,9 +89,3 @@ def test_padding_keeps_the_number_of_captures_small(device):
         torch.testing.assert_close(loss_of(*padded).cpu(), exact)
     assert loss_of.replays == 5
     assert loss_of.reasons == []
-
-
-@pytest.mark.parametrize(("sizes", "dim", "words"), [((2, 4), 0, "fits in none"), ((8,), 1, "no such dimension")])
-def test_bad_padding(sizes, dim, words):
-    with pytest.raises(ValueError, match=words):
-        pad_to_bucket(torch.ones(5), sizes, dim)

@@ -1,19 +1,19 @@
 """Read what a captured step names: plain values to compare, tensors by place, and the objects of its state.
 
-One flat pass: closure cells and globals that the step's own code names, one attribute deep (``settings.ALPHA``), its
-bound object, its defaults and its arguments.  Compared are numbers, texts, bools, None, enums, functions and classes,
-small arrays on the host, and containers of these.  No other code is read, and no other object is searched: what they
-hold is a constant of the capture.
+One flat pass over closure cells and globals that the step's own code names, one attribute deep (``settings.ALPHA``),
+its bound object, defaults and arguments.  What other code and objects hold is a constant of the capture.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import functools
 import inspect
+import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,31 +25,50 @@ from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
-MOST: Final = 1000
-"""Items of a container that is compared; a larger one is a constant."""
-LARGEST: Final = 64 * 1024
-"""Bytes of an array on the host that is compared; a larger one is a constant."""
+_MOST: Final = 1000
+"""Items of a container or an array on the host that is compared; a larger one is a constant."""
 PLAIN: Final = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
 )
 STATE: Final = (torch.nn.Module, Optimizer, torch.amp.GradScaler)
-CONTAINERS: Final = (dict, list, tuple, set, frozenset, collections.deque)
+_CONTAINERS: Final = (dict, list, tuple, set, frozenset, collections.deque)
 _NAMED: Final = (enum.Enum, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 """Compared by ``==``, which is identity for functions and classes."""
-_WHOLE: Final = (*STATE, *CONTAINERS, torch.Tensor, *_NAMED[:-1])
-"""What has no attributes that a step could name as values."""
-_LIBRARIES: Final = frozenset({"torch", "jax", "jaxlib", "numpy", "xla_amp"})
-"""Packages whose modules hold no value of the user."""
+_WITH_ATTRIBUTES: Final = (torch.Tensor, types.CellType)
 
 Entry: TypeAlias = tuple[str, Any]
 """What a value is called in messages, and what it is compared by."""
-Keys: TypeAlias = tuple[Any, tuple[Any, ...]]
-"""Where a value is: a dict, list, cell or (for its gradient) parameter, and the keys that lead to it from there."""
-NOWHERE: Final[Keys] = (None, ())
 
 
 class NotReplayableError(Exception):
     """A step cannot be replayed; the text is the reason for the user."""
+
+
+class Slot(NamedTuple):
+    """Where a value is bound: in a dict, list, cell or parameter; or in a tuple, of which the holder is the place."""
+
+    holder: Any
+    key: Any
+
+    def value(self) -> Any:
+        """What is there."""
+        holder = self.holder.value() if isinstance(self.holder, Slot) else self.holder
+        return getattr(holder, self.key) if isinstance(holder, _WITH_ATTRIBUTES) else holder[self.key]
+
+    def put(self, value: Any) -> None:
+        """Binds `value` there, or a new tuple with it."""
+        holder, key = self
+        if isinstance(holder, Slot):
+            old = holder.value()
+            items = (*old[:key], value, *old[key + 1 :])
+            holder.put(type(old)(*items) if hasattr(old, "_fields") else items)
+        elif isinstance(holder, _WITH_ATTRIBUTES):
+            setattr(holder, key, value)
+        else:
+            holder[key] = value
+
+
+NOWHERE: Final = Slot(None, None)
 
 
 class Tensor(NamedTuple):
@@ -57,12 +76,20 @@ class Tensor(NamedTuple):
 
     tensor: torch.Tensor
     label: str
-    place: Keys
+    place: Slot
 
 
 def plain(value: Any) -> tuple[type, str]:
     """What a plain value is compared by; 0.0 and -0.0 differ, as do 2, 2.0 and True."""
     return type(value), repr(value)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal; such as a dataclass of tensors cannot tell."""
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
 
 
 def difference(old: list[Entry], new: list[Entry]) -> tuple[str, str] | None:
@@ -81,85 +108,78 @@ def _text(value: Any) -> str:
     return str(value[1] if is_plain else value).replace("torch.", "")
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal; such as a dataclass of tensors cannot tell."""
-    try:
-        return bool(one == other)
-    except Exception:
-        return False
-
-
 class Reading:
     """What one pass has found."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self._entries: list[Entry] = []
         self.tensors: list[Tensor] = []
         self.objects: dict[int, tuple[str, Any]] = {}
         """Modules, optimizers and scalers by id, each with its label."""
+        self._arrays: list[tuple[str, Any]] = []
+        """On the host, where they may change in place."""
         self.schedules: list[Entry] = []
         """The counts of learning-rate schedules, which may change between calls and not in a call."""
+        self.watched: list[Iterable[Any]] = []
+        """Containers: the identity of their items tells whether reading them again would find the same."""
 
-    def add(self, value: Any, label: str, place: Keys) -> bool:
+    def entries(self) -> list[Entry]:
+        """What is compared."""
+        return [*self._entries, *((label, _content(value)) for label, value in self._arrays)]
+
+    def compare(self, label: str, by: Any) -> None:
+        """Adds what a value is compared by."""
+        self._entries.append((label, by))
+
+    def add(self, value: Any, label: str, place: Slot) -> bool:
         """Adds a value as what it is; returns whether it is compared."""
-        kind = type(value)
-        compared: Any = None
-        if kind in PLAIN:
-            compared = plain(value)
+        if type(value) in PLAIN:
+            self.compare(label, plain(value))
         elif isinstance(value, STATE):
             self.objects.setdefault(id(value), (label, value))
-            return True
         elif isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE and value.layout is torch.strided:
             self.tensors.append(Tensor(value, label, place))
-            compared = geometry(value)
-        elif isinstance(value, CONTAINERS) and len(value) <= MOST:
-            compared = self._container(value, label, place)
+            buffer = tensor_io.buffer_of(value)
+            self.compare(label, (*view(value), buffer.spec, mesh.active and mesh.sharding_of(buffer)))
+        elif isinstance(value, _CONTAINERS) and len(value) <= _MOST:
+            self._container(value, label, place)
         elif isinstance(value, _NAMED):
-            compared = value
+            self.compare(label, value)
         elif isinstance(value, np.ndarray | np.generic | torch.Tensor):
-            compared = _on_host(value)
-        elif isinstance(value, LRScheduler):
-            self.schedules.append((f"{label}.last_epoch", value.last_epoch))
-        if compared is not None:
-            self.entries.append((label, compared))
-        return compared is not None
+            self._arrays.append((label, value))
+        else:
+            if isinstance(value, LRScheduler):
+                self.schedules.append((f"{label}.last_epoch", value.last_epoch))
+            return False
+        return True
 
-    def _container(self, value: Any, label: str, place: Keys) -> Any:
+    def _container(self, value: Any, label: str, place: Slot) -> None:
+        self.watch(value)
         if isinstance(value, set | frozenset):
-            return type(value), frozenset(plain(item) for item in value if type(item) in PLAIN)
-        pairs = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-        holder, path = place
-        keys = [repr(key) if type(key) in PLAIN else type(key).__name__ for key, _ in pairs]
-        for name, (key, item) in zip(keys, pairs, strict=True):
-            self.add(item, f"{label}[{name}]", (holder, (*path, key)))
-        return type(value), tuple(keys)
+            self.compare(label, (type(value), {plain(item) for item in value if type(item) in PLAIN}))
+            return
+        holder, keys = place if isinstance(value, tuple) else value, []
+        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            keys.append(repr(key) if type(key) in PLAIN else type(key).__name__)
+            self.add(item, f"{label}[{keys[-1]}]", NOWHERE if holder is NOWHERE else Slot(holder, key))
+        self.compare(label, (type(value), keys))
 
-    def look(self, value: Any, label: str, place: Keys, names: tuple[str, ...]) -> bool:
+    def watch(self, container: Any) -> None:
+        """Adds a container to those that are watched."""
+        self.watched += (container, container.values()) if isinstance(container, dict) else (container,)
+
+    def look(self, value: Any, label: str, place: Slot, names: tuple[str, ...]) -> bool:
         """`add`, and of another object its attributes in `names`, and its tensors and objects of any name."""
         compared = self.add(value, label, place)
-        if type(value) in PLAIN or isinstance(value, _WHOLE):
-            return compared
-        space = getattr(value, "__dict__", {})
-        found = list(space) if isinstance(space, dict) else []  # of a class it is a view
-        if isinstance(value, types.ModuleType):
-            library = value.__name__.partition(".")[0] in _LIBRARIES
-            found = [] if library else [name for name in names if name in space]
-        else:
-            for name in _of_class(value if isinstance(value, type) else type(value), names):
-                if name not in found:
-                    self.add(getattr(value, name, None), f"{label}.{name}", NOWHERE)
-        wanted = frozenset(names)
-        for name in found:
-            if name in wanted or isinstance(space[name], (*STATE, torch.Tensor, LRScheduler)):
-                self.add(space[name], f"{label}.{name}", (space, (name,)))
+        if compared and not isinstance(value, type):
+            return True
+        own = getattr(value, "__dict__", {})
+        spaces = [own, *map(vars, (value if isinstance(value, type) else type(value)).__mro__[:-1])]
+        for name in dict.fromkeys((*names, *(() if isinstance(value, types.ModuleType) else own))):
+            space = next((each for each in spaces if name in each), None)
+            if space is not None and (name in names or isinstance(space[name], (*STATE, torch.Tensor, LRScheduler))):
+                self.add(space[name], f"{label}.{name}", Slot(space, name) if isinstance(space, dict) else NOWHERE)
         return compared
-
-
-def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What of a tensor on the device shapes a program."""
-    buffer = tensor_io.buffer_of(tensor)
-    shards = mesh.active and mesh.sharding_of(buffer)
-    return *view(tensor), buffer.spec, shards
 
 
 def view(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -167,91 +187,37 @@ def view(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
-def _on_host(value: Any) -> Any:
-    on_cpu = not isinstance(value, torch.Tensor) or (value.device.type == "cpu" and value.layout is torch.strided)
-    if not on_cpu or value.nbytes > LARGEST:
-        return None
-    if not isinstance(value, torch.Tensor):
-        return value.dtype, value.shape, value.tobytes()
-    memory = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    return value.dtype, value.shape, memory.numpy().tobytes()
+def _content(value: Any) -> Any:
+    """What an array on the host is compared by; None for a large one, and for a tensor on another device."""
+    on_host = not isinstance(value, torch.Tensor) or (value.device.type == "cpu" and value.layout is torch.strided)
+    return (value.dtype, value.shape, repr(value.tolist())) if on_host and math.prod(value.shape) <= _MOST else None
 
 
-@functools.lru_cache(maxsize=1024)
-def _of_class(kind: type, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names that are plain values, containers or slots of a class; reading another could run code."""
-    held: Any = (*PLAIN, *CONTAINERS, types.MemberDescriptorType)
-    spaces = [vars(base) for base in kind.__mro__ if base is not object]
-    return tuple(n for n in names if isinstance(next((s[n] for s in spaces if n in s), _of_class), held))
-
-
-def put(place: Keys, value: torch.Tensor | None) -> None:
-    """Binds `value` where a tensor is."""
-    holder, path = place
-    if isinstance(holder, torch.Tensor):
-        holder.grad = value
-    elif isinstance(holder, types.CellType):
-        holder.cell_contents = _with(holder.cell_contents, path[1:], value)
+def bound(step: Any) -> tuple[list[tuple[Any, str, Slot]], tuple[str, ...]]:
+    """What the names of a step's own code are bound to now, each with its label and place; and the names."""
+    step = inspect.unwrap(step)
+    if isinstance(step, types.FunctionType):
+        names = _names(step.__code__)
+        return list(_of_function(step, names)), names
+    if isinstance(step, functools.partial):
+        label, owners, inner = "an argument of the step", (*step.args, *step.keywords.values()), step.func
+    elif isinstance(step, types.MethodType):
+        label, owners, inner = "self", (step.__self__,), step.__func__
     else:
-        _with(holder, path, value)
+        label, owners, inner = "the step", (step,), type(step).__call__
+    has_code = isinstance(inner, types.FunctionType) and not isinstance(step, torch.nn.Module)
+    found, names = bound(inner) if has_code or isinstance(step, functools.partial) else ([], ())
+    return [*((owner, label, NOWHERE) for owner in owners), *found], names
 
 
-def _with(holder: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """`holder` with `value` at `path`: itself, or a new tuple."""
-    if not path:
-        return value
-    key, rest = path[0], path[1:]
-    if not isinstance(holder, tuple):
-        holder[key] = _with(holder[key], rest, value) if rest else value
-        return holder
-    items = list(holder)
-    items[key] = _with(items[key], rest, value)
-    return type(holder)(*items) if hasattr(holder, "_fields") else tuple(items)
-
-
-class StepNames:
-    """The names of a step's own code, and what they are bound to now.
-
-    Args:
-        step: a function, method, module, partial or callable object.
-    """
-
-    def __init__(self, step: Callable[..., Any]) -> None:
-        self._owners: list[tuple[str, Any]] = []
-        self._function: types.FunctionType | None = None
-        self.names: tuple[str, ...] = ()
-        while self._function is None:
-            step = inspect.unwrap(step)
-            if isinstance(step, functools.partial):
-                self._owners += [("an argument of the step", each) for each in (*step.args, *step.keywords.values())]
-                step = step.func
-            elif isinstance(step, types.MethodType):
-                self._owners.append(("self", step.__self__))
-                step = step.__func__
-            elif isinstance(step, types.FunctionType):
-                self._function, self.names = step, _names(step.__code__)
-            else:
-                self._owners.append(("the step", step))
-                call = getattr(type(step), "__call__", None)  # noqa: B004  (the function, not whether there is one)
-                if isinstance(step, torch.nn.Module) or not isinstance(call, types.FunctionType):
-                    return
-                step = call
-
-    def bound(self) -> Iterator[tuple[Any, str, Keys]]:
-        """What the names are bound to, each with its label and place."""
-        yield from ((owner, label, NOWHERE) for label, owner in self._owners)
-        function = self._function
-        if function is None:
-            return
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                yield cell.cell_contents, name, (cell, (None,))
-            except ValueError:  # assigned later
-                continue
-        space = function.__globals__
-        yield from ((space[name], name, (space, (name,))) for name in self.names if name in space)
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            yield value, "a default of the step", NOWHERE
+def _of_function(function: types.FunctionType, names: tuple[str, ...]) -> Iterator[tuple[Any, str, Slot]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # assigned later
+            yield cell.cell_contents, name, Slot(cell, "cell_contents")
+    space = function.__globals__
+    yield from ((space[name], name, Slot(space, name)) for name in names if name in space)
+    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield value, "a default of the step", NOWHERE
 
 
 @functools.lru_cache(maxsize=1024)
