@@ -241,6 +241,11 @@ def test_captures_are_bounded(device):
     [
         (lambda: xla_amp.compile(3), TypeError, "compile.. expects a function, got 3"),
         (lambda: xla_amp.compile(len, limit=0), ValueError, "expected at least 1"),
+        (
+            lambda: xla_amp.compile(len, state=nn.Linear(1, 1)),
+            TypeError,
+            r"a list of objects, got a Linear; type state=\[",
+        ),
         (lambda: xla_amp.compile(abs)(torch.ones(2)), TypeError, r"expects dense tensors on 'jax', got one on cpu"),
         (
             lambda: xla_amp.compile(abs)(torch.ones(2).to_sparse().to(xla_amp.xla_device())),

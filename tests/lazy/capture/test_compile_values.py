@@ -284,13 +284,6 @@ def test_a_model_that_only_a_helper_names_is_state_once_it_was_called(device):
     assert step.replays == 2
 
 
-def test_state_must_be_a_list():
-    with pytest.raises(
-        TypeError, match=r"state=\.\.\.\) expects a list of objects, got a Linear; type state=\[\.\.\.\]"
-    ):
-        xla_amp.compile(lambda x: x, state=nn.Linear(1, 1))
-
-
 def test_the_mode_of_gradients_is_compared(device: torch.device) -> None:
     weight = torch.ones(3, device=device, requires_grad=True)
     captured = xla_amp.compile(lambda x: (x * weight).sum())

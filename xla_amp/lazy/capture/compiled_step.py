@@ -14,13 +14,13 @@ import torch
 
 from xla_amp import policy as policies
 from xla_amp.backends import base, dynamo
-from xla_amp.backends.trees import tree_flatten
+from xla_amp.backends.trees import tree_flatten, tree_map_only
 from xla_amp.common import arguments, events, interrupts
 from xla_amp.errors import CaptureError
 from xla_amp.lazy.capture.recording import Recording
 from xla_amp.lazy.capture.replay import Replay
 from xla_amp.lazy.capture.state import Snapshot, State
-from xla_amp.lazy.capture.values import STATE, Entry, NotReplayableError, difference, same
+from xla_amp.lazy.capture.values import STATE, Entry, NotReplayableError, difference, is_dense, same
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute, pjrt, recompile_reasons
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -105,7 +105,7 @@ class Capture:
         self._inputs: set[int] = set()
         """Numbers of optimizers that are inputs; others are constants."""
         self._entries = self._compared(before)
-        self._last: Recording | None = None
+        self.last: Recording | None = None
         self.replay: Replay | None = None
         self.replays, self.audit_at = 0, AUDIT
         """Calls that were replayed, and their count after which one is recorded and compared."""
@@ -120,7 +120,11 @@ class Capture:
 
     def matches(self, now: Snapshot) -> bool:
         """Whether this is the capture of a call."""
-        return same(self._entries, self._compared(now))
+        compared = self._compared(now)
+        if not same(self._entries, compared):
+            return False
+        self._entries = compared  # the next call has most of these tuples, too, which is seen faster
+        return True
 
     def difference(self, now: Snapshot) -> str:
         """Why a call needs another capture."""
@@ -133,22 +137,18 @@ class Capture:
         Raises:
             NotReplayableError: they do not agree, or something in the call cannot be replayed.
         """
-        last, self._last = self._last, run
+        last, self.last = self.last, run
         run.resolve(after, result)
         self._reads &= run.reads
         options = run.options
         if last is not None:
             replay = Replay(last, run, result)
-            self.audit_at *= 1 if self.replay is None else AUDIT
+            self.audit_at *= AUDIT if self.replays == self.audit_at else 1
             self.replay, options = replay, replay.options
         inputs = {after.numbers[at] for at in options.values()}
         pairs = enumerate(zip(after.options, after.numbers, strict=True))
         self._inputs = {at for at, (option, number) in pairs if option.is_input and number in inputs}
         self._entries = self._compared(self._before)
-
-    def restart(self) -> None:
-        """Makes the next calls record again."""
-        self.replay = self._last = None
 
 
 @dynamo.graph_break
@@ -212,7 +212,7 @@ class Compiled(Generic[_Arguments, _Result]):
                 self.replays += 1
                 replayed: _Result = found[0]
                 return replayed
-            capture.restart()  # a tensor that it reads, and that is not in its state, was freed
+            capture.replay = capture.last = None  # a tensor that it reads, and that is not in its state, was freed
         recorded: _Result = self._record(capture, before, args, kwargs)
         return recorded
 
@@ -220,7 +220,7 @@ class Compiled(Generic[_Arguments, _Result]):
         """The arguments, the modes of this thread and the state."""
         flat, tree = tree_flatten((args, kwargs))
         for arg in flat:
-            if isinstance(arg, torch.Tensor) and (arg.device.type != DEVICE_TYPE or arg.layout is not torch.strided):
+            if isinstance(arg, torch.Tensor) and not is_dense(arg):
                 raise TypeError(
                     f"a captured step expects dense tensors on {DEVICE_TYPE!r}, got one on {arg.device} (shape "
                     f"{list(arg.shape)}, {arg.layout}); call tensor.to(xla_amp.xla_device()) or to_dense() before"
@@ -251,6 +251,7 @@ class Compiled(Generic[_Arguments, _Result]):
             capture.add(run, result, self._snapshot(args, kwargs))
             if capture.replay is not None:
                 self._failures = 0
+            return tree_map_only(torch.Tensor, lambda each: each.detach() if each.requires_grad else each, result)
         except NotReplayableError as reason:
             if capture.replay is not None:
                 self._given_up = True

@@ -6,9 +6,9 @@ returned.  If two calls agree, the program of a third one is known up to its dat
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
+from weakref import ref
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from xla_amp.backends.trees import tree_leaves
 from xla_amp.common import events
 from xla_amp.lazy.capture.state import Snapshot, State
-from xla_amp.lazy.capture.values import NOWHERE, PLAIN, NotReplayableError, difference, plain, view
+from xla_amp.lazy.capture.values import NOWHERE, PLAIN, NotReplayableError, difference, is_dense, plain, view
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Buffer, Spec, trace
 from xla_amp.lazy.programs import execute, recompile_reasons
@@ -26,10 +26,9 @@ from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io
-from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import generator
 
-Reference: TypeAlias = "weakref.ref[Buffer]"
+Reference: TypeAlias = "ref[Buffer]"
 Source: TypeAlias = "int | Reference | Buffer"
 """An input: its position, a buffer that is the same in each call, or one with a value that the host brought."""
 
@@ -62,7 +61,7 @@ class Recording:
         execute.flush()
         self.first_gradient = len(before.tensors)
         """Position; those of tensors come first."""
-        self._places = [None if buffer is None else weakref.ref(buffer) for buffer in before.buffers]
+        self._places = [None if buffer is None else ref(buffer) for buffer in before.buffers]
         self._origins = {place: at for at, place in reversed([*enumerate(self._places)]) if place is not None}
         self.bindings: dict[int, Origin | None] = {}
         """Positions that have another tensor after the call than before; None if a gradient was dropped."""
@@ -105,7 +104,7 @@ class Recording:
         self.sources = [self._source(buffer, is_held) for buffer, is_held in zip(parameters, held, strict=True)]
 
     def _source(self, buffer: Buffer, held: bool) -> Source:
-        reference = weakref.ref(buffer)
+        reference = ref(buffer)
         from_host = not held and isinstance(buffer.array, jax.Array)
         return self._origins.get(reference, Buffer(buffer.spec, array=buffer.array) if from_host else reference)
 
@@ -118,15 +117,15 @@ class Recording:
         self.final_numbers = [buffer.number for buffer in trace.parameters]
         """Number of the value that each parameter has at the end."""
         self.kept = [buffer.number for buffer in targets]
-        self._written = set(map(weakref.ref, targets))
+        self._written = set(map(ref, targets))
         inputs = set(map(id, trace.parameters))
-        self.computed = [self._target(buffer) for buffer in targets if id(buffer) not in inputs]
+        self.computed = [
+            Target(ref(each), each.spec, each.number, self._origins.get(ref(each)), each.array is None)
+            for each in targets
+            if id(each) not in inputs
+        ]
         new = {target.buffer: ~at for at, target in enumerate(self.computed) if target.is_new}
         self._origins = {**new, **self._origins}
-
-    def _target(self, buffer: Buffer) -> Target:
-        reference = weakref.ref(buffer)
-        return Target(reference, buffer.spec, buffer.number, self._origins.get(reference), buffer.array is None)
 
     def resolve(self, after: Snapshot, result: Any) -> None:
         """Finds where results went, which gradients matter, and which numbers are options of optimizers.
@@ -140,7 +139,7 @@ class Recording:
         read = {each for each in self.sources if isinstance(each, int)}
         for at, (before, buffer) in enumerate(zip(self._places, after.buffers, strict=True)):
             tensor, label, place = after.at(at)
-            now = None if buffer is None else weakref.ref(buffer)
+            now = None if buffer is None else ref(buffer)
             if now != before or (tensor is not None and now is None):
                 self.bindings[at] = origin = None if tensor is None else self._origin(tensor)
                 if tensor is not None and (origin is None or tensor.requires_grad or place is NOWHERE):
@@ -178,10 +177,9 @@ class Recording:
 
     def _origin(self, tensor: torch.Tensor) -> Origin | None:
         """Where a tensor comes from; None if a replay cannot make it."""
-        on_device = tensor.device.type == DEVICE_TYPE and tensor.layout is torch.strided
-        if not on_device or tensor.is_conj() or tensor.is_neg():
+        if not is_dense(tensor) or tensor.is_conj() or tensor.is_neg():
             return None
-        at = self._origins.get(weakref.ref(tensor_io.buffer_of(tensor)))
+        at = self._origins.get(ref(tensor_io.buffer_of(tensor)))
         return None if at is None else Origin(at, view(tensor))
 
     def _returned(self, value: Any) -> Origin | tuple[Any, ...]:
@@ -198,7 +196,7 @@ class Recording:
         if origin is None:
             raise NotReplayableError(
                 f"it returns a tensor on {value.device} ({value.layout}) that a replay would not compute; return a "
-                f"dense one that it computes on {DEVICE_TYPE!r}, after resolve_conj()"
+                f"dense one that it computes on {tensor_io.DEVICE_TYPE!r}, after resolve_conj()"
             )
         return origin
 

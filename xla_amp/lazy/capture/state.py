@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from xla_amp.lazy.capture.values import NOWHERE, Entry, Slot, Reading, Tensor, bound, plain
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.tensors import tensor_io
-from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _HOOKS: Final = ("forward", "forward_pre", "backward", "backward_pre", "optimizer_step_pre", "optimizer_step_post")
 _SILENT: Final = frozenset({*vars(torch.nn.Module()), "_until_check"} - {"training"})
@@ -122,11 +121,11 @@ def _gives_numbers(optimizer: Optimizer) -> bool:
 
 def _remedy(optimizer: Optimizer, value: Any) -> str:
     """What to type where an option or the state of an optimizer is a value on the host and changes."""
-    on_host = type(value) in (int, float) or (isinstance(value, torch.Tensor) and value.device.type != DEVICE_TYPE)
-    if not on_host or _gives_numbers(optimizer):
+    is_tensor = isinstance(value, torch.Tensor) and value.device.type != tensor_io.DEVICE_TYPE
+    if not (is_tensor or type(value) in (int, float)) or _gives_numbers(optimizer):
         return ""
     name = type(optimizer).__name__
-    tensor = f"{name}(..., lr=torch.tensor(..., device={DEVICE_TYPE!r}), capturable=True)"
+    tensor = f"{name}(..., lr=torch.tensor(..., device={tensor_io.DEVICE_TYPE!r}), capturable=True)"
     return f" (on the host; use {f'xla_amp.syncfree.{name}' if name in ('SGD', 'Adam', 'AdamW') else tensor})"
 
 
@@ -151,7 +150,7 @@ class Snapshot:
             *modes,
             *fresh.entries(),
             *objects.entries(),
-            ("which parameters require a gradient", list(map(_requires_grad, self.parameters))),
+            ("which parameters require a gradient", [each.requires_grad for each in self.parameters]),
             ("hooks of its parameters", [[*each.values()] for pair in hooks for each in pair if each]),
             ("which numbers of optimizers are equal or zero", [numbers.index(n) if n else -1 for n in numbers]),
             ("which tensors share memory", _shared(self.buffers)),
@@ -212,14 +211,10 @@ class State:
         return Snapshot(modes, fresh, objects)
 
 
-_storage = attrgetter("_xla_amp")
-_tensor = attrgetter("tensor")
-_requires_grad = attrgetter("requires_grad")
-
-
 def _buffers_of(tensors: list[Tensor]) -> list[Buffer]:
     """The buffers of tensors on the device."""
-    return list(map(_storage, map(torch.Tensor.untyped_storage, map(_tensor, tensors))))
+    storages: list[Any] = [each.tensor.untyped_storage() for each in tensors]
+    return [storage._xla_amp for storage in storages]
 
 
 def _shared(buffers: Sequence[Buffer | None]) -> list[tuple[int, int]]:

@@ -23,7 +23,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io
-from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _MOST: Final = 1000
 """Items of a container or an array on the host that is compared; a larger one is a constant."""
@@ -137,7 +136,7 @@ class Reading:
             self.compare(label, plain(value))
         elif isinstance(value, STATE):
             self.objects.setdefault(id(value), (label, value))
-        elif isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE and value.layout is torch.strided:
+        elif isinstance(value, torch.Tensor) and is_dense(value):
             self.tensors.append(Tensor(value, label, place))
             buffer = tensor_io.buffer_of(value)
             self.compare(label, (*view(value), buffer.spec, mesh.active and mesh.sharding_of(buffer)))
@@ -180,6 +179,11 @@ class Reading:
             if space is not None and (name in names or isinstance(space[name], (*STATE, torch.Tensor, LRScheduler))):
                 self.add(space[name], f"{label}.{name}", Slot(space, name) if isinstance(space, dict) else NOWHERE)
         return compared
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on the lazy device and has strides."""
+    return tensor.device.type == tensor_io.DEVICE_TYPE and tensor.layout is torch.strided
 
 
 def view(tensor: torch.Tensor) -> tuple[Any, ...]:
