@@ -258,6 +258,7 @@ class Monitor(HostMonitor):
     def _end(self, skipped: torch.Tensor | None, scale: torch.Tensor | None) -> None:
         self._fold()
         norm, bad = self._gradients
+        del self._gradients  # a captured step keeps tensors in its state only
         numbers = torch.stack([self._status[0] + 1, self._number(skipped), self._number(scale), norm])
         self._status.copy_(torch.cat([numbers, bad, self._largest]))
         self._largest.zero_()
