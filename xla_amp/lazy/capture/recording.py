@@ -138,11 +138,11 @@ class Recording:
             raise NotReplayableError(obstacle)
         read = {each for each in self.sources if isinstance(each, int)}
         for at, (before, buffer) in enumerate(zip(self._places, after.buffers, strict=True)):
-            tensor, label, place = after.at(at)
+            tensor, label, slot = after.at(at)
             now = None if buffer is None else ref(buffer)
             if now != before or (tensor is not None and now is None):
                 self.bindings[at] = origin = None if tensor is None else self._origin(tensor)
-                if tensor is not None and (origin is None or tensor.requires_grad or place is NOWHERE):
+                if tensor is not None and (origin is None or tensor.requires_grad or slot is NOWHERE):
                     raise NotReplayableError(
                         f"it leaves as {label} a tensor that is sparse, requires grad, or is neither computed nor "
                         "state; bind tensor.detach(), or drop it inside (zero_grad())"

@@ -41,7 +41,7 @@ class Replay:
         sources = list(zip(later.sources, later.held, strict=True))
         self._positions = [at if isinstance(at, int) and held else None for at, held in sources]
         """The position of each input that is held there afterwards, too."""
-        self._special = [slot for slot, position in enumerate(self._positions) if position is None]
+        self._special = [index for index, position in enumerate(self._positions) if position is None]
         self._bindings = {**earlier.bindings, **later.bindings}
         loose = {source for source, held in sources if isinstance(source, int) and not held}
         self._unbound = [at for at in self._bindings if at >= later.first_gradient or at in loose]
@@ -73,10 +73,10 @@ class Replay:
         """
         self._check_holders()
         execute.flush()
-        places = {at: state.at(at)[2] for at in self._bindings}
+        slots = {at: state.at(at)[2] for at in self._bindings}
         tensors = ((at, state.at(at)[0]) for at in self._moved)
         moved = {at: tensor for at, tensor in tensors if tensor is not None}
-        computed = self._fill(state, places) if len(moved) == len(self._moved) else None
+        computed = self._fill(state, slots) if len(moved) == len(self._moved) else None
         if computed is None:
             return None
         make = _maker(moved, computed)
@@ -88,18 +88,18 @@ class Replay:
         finally:
             for at, origin in self._bindings.items():
                 if origin is not None:
-                    places[at].put(make(origin))
+                    slots[at].put(make(origin))
         return (self._returned(make),)
 
-    def _fill(self, state: Snapshot, places: dict[int, Slot]) -> list[Buffer] | None:
+    def _fill(self, state: Snapshot, slots: dict[int, Slot]) -> list[Buffer] | None:
         """Writes the call to the empty trace; returns the buffers of what it computes.
 
         A separate function: a variable that holds a parameter at the flush would count as a tensor that does.
         """
         recorded, buffers = self._recorded, state.buffers
         found = [None if at is None else buffers[at] for at in self._positions]
-        for slot in self._special:
-            found[slot] = _input(recorded.sources[slot], buffers)
+        for index in self._special:
+            found[index] = _input(recorded.sources[index], buffers)
         parameters = [buffer for buffer in found if buffer is not None]
         without_array = {type(None), Poisoned}.intersection(map(type, map(_array, parameters)))
         if len(parameters) < len(found) or without_array:
@@ -110,9 +110,9 @@ class Replay:
             floats[index] = state.numbers[number]
         state.release()
         for at in self._unbound:
-            places[at].put(None)
+            slots[at].put(None)
         del found, buffers
-        _unshare([parameters[slot] for slot in recorded.donated])
+        _unshare([parameters[index] for index in recorded.donated])
         for buffer, number in zip(parameters, recorded.final_numbers, strict=True):
             buffer.number = number
         trace.parameters.extend(parameters)

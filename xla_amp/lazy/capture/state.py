@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from xla_amp.lazy.capture.values import NOWHERE, Entry, Slot, Reading, Tensor, bound, plain
+from xla_amp.lazy.capture.values import NOWHERE, Entry, Reading, Slot, Tensor, bound, plain
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.tensors import tensor_io
 
@@ -28,7 +28,7 @@ _SILENT: Final = frozenset({*vars(torch.nn.Module()), "_until_check"} - {"traini
 class Option(NamedTuple):
     """A float among the options of an optimizer."""
 
-    place: Slot
+    slot: Slot
     label: str
     is_input: bool
     """Whether the optimizer gives it to the program as an input."""
@@ -101,14 +101,14 @@ class _Objects(Reading):
             for key, value in state.items():
                 self.add(value, f"the {key!r} of {name}{_remedy(owner, value)}", Slot(state, key))
 
-    def _option(self, owner: Optimizer, place: Slot, label: str) -> None:
-        value = place.value()
+    def _option(self, owner: Optimizer, slot: Slot, label: str) -> None:
+        value = slot.value()
         label += _remedy(owner, value)
         if not _is_float(value):
-            self.add(value, label, place)
+            self.add(value, label, slot)
             return
-        places = [Slot(place, at) for at in range(len(value))] if isinstance(value, tuple) else [place]
-        self.options += [Option(each, label, _gives_numbers(owner)) for each in places]
+        slots = [Slot(slot, at) for at in range(len(value))] if isinstance(value, tuple) else [slot]
+        self.options += [Option(each, label, _gives_numbers(owner)) for each in slots]
 
 
 def _is_float(value: Any) -> bool:
@@ -144,7 +144,7 @@ class Snapshot:
         self.buffers: list[Buffer | None] = [*_buffers_of(fresh.tensors), *objects.buffers, *of_gradients]
         """By position: of `tensors`, then of `gradients`."""
         self.options, self._schedules = objects.options, fresh.schedules
-        self.numbers = numbers = [option.place.value() for option in self.options]
+        self.numbers = numbers = [option.slot.value() for option in self.options]
         hooks = [(each._backward_hooks, each._post_accumulate_grad_hooks) for each in self.parameters]
         self.entries = [
             *modes,
@@ -200,8 +200,8 @@ class State:
         for index, each in enumerate(self._declared):
             attributes = tuple(getattr(each, "__dict__", ()))
             fresh.look(each, f"state[{index}]", Slot(self._declared, index), attributes)
-        for value, label, place in named:
-            fresh.look(value, label, place, names)
+        for value, label, slot in named:
+            fresh.look(value, label, slot, names)
         for owner in (reference() for reference in self._used):
             fresh.add(owner, f"the {type(owner).__name__} that it calls", NOWHERE)
         objects = self.objects

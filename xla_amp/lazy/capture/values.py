@@ -1,4 +1,4 @@
-"""Read what a captured step names: plain values to compare, tensors by place, and the objects of its state.
+"""Read what a captured step names: plain values to compare, tensors by slot, and the objects of its state.
 
 One flat pass over closure cells and globals that the step's own code names, one attribute deep (``settings.ALPHA``),
 its bound object, defaults and arguments.  What other code and objects hold is a constant of the capture.
@@ -44,7 +44,7 @@ class NotReplayableError(Exception):
 
 
 class Slot(NamedTuple):
-    """Where a value is bound: in a dict, list, cell or parameter; or in a tuple, of which the holder is the place."""
+    """Where a value is bound: in a dict, list, cell or parameter; or in a tuple, of which the holder is the slot."""
 
     holder: Any
     key: Any
@@ -75,7 +75,7 @@ class Tensor(NamedTuple):
 
     tensor: torch.Tensor
     label: str
-    place: Slot
+    slot: Slot
 
 
 def plain(value: Any) -> tuple[type, str]:
@@ -130,18 +130,18 @@ class Reading:
         """Adds what a value is compared by."""
         self._entries.append((label, by))
 
-    def add(self, value: Any, label: str, place: Slot) -> bool:
+    def add(self, value: Any, label: str, slot: Slot) -> bool:
         """Adds a value as what it is; returns whether it is compared."""
         if type(value) in PLAIN:
             self.compare(label, plain(value))
         elif isinstance(value, STATE):
             self.objects.setdefault(id(value), (label, value))
         elif isinstance(value, torch.Tensor) and is_dense(value):
-            self.tensors.append(Tensor(value, label, place))
+            self.tensors.append(Tensor(value, label, slot))
             buffer = tensor_io.buffer_of(value)
             self.compare(label, (*view(value), buffer.spec, mesh.active and mesh.sharding_of(buffer)))
         elif isinstance(value, _CONTAINERS) and len(value) <= _MOST:
-            self._container(value, label, place)
+            self._container(value, label, slot)
         elif isinstance(value, _NAMED):
             self.compare(label, value)
         elif isinstance(value, np.ndarray | np.generic | torch.Tensor):
@@ -152,12 +152,12 @@ class Reading:
             return False
         return True
 
-    def _container(self, value: Any, label: str, place: Slot) -> None:
+    def _container(self, value: Any, label: str, slot: Slot) -> None:
         self.watch(value)
         if isinstance(value, set | frozenset):
             self.compare(label, (type(value), {plain(item) for item in value if type(item) in PLAIN}))
             return
-        holder, keys = place if isinstance(value, tuple) else value, []
+        holder, keys = slot if isinstance(value, tuple) else value, []
         for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
             keys.append(repr(key) if type(key) in PLAIN else type(key).__name__)
             self.add(item, f"{label}[{keys[-1]}]", NOWHERE if holder is NOWHERE else Slot(holder, key))
@@ -167,9 +167,9 @@ class Reading:
         """Adds a container to those that are watched."""
         self.watched += (container, container.values()) if isinstance(container, dict) else (container,)
 
-    def look(self, value: Any, label: str, place: Slot, names: tuple[str, ...]) -> bool:
+    def look(self, value: Any, label: str, slot: Slot, names: tuple[str, ...]) -> bool:
         """`add`, and of another object its attributes in `names`, and its tensors and objects of any name."""
-        compared = self.add(value, label, place)
+        compared = self.add(value, label, slot)
         if compared and not isinstance(value, type):
             return True
         own = getattr(value, "__dict__", {})
@@ -198,7 +198,7 @@ def _content(value: Any) -> Any:
 
 
 def bound(step: Any) -> tuple[list[tuple[Any, str, Slot]], tuple[str, ...]]:
-    """What the names of a step's own code are bound to now, each with its label and place; and the names."""
+    """What the names of a step's own code are bound to now, each with its label and slot; and the names."""
     step = inspect.unwrap(step)
     if isinstance(step, types.FunctionType):
         names = _names(step.__code__)
