@@ -20,7 +20,7 @@ from xla_amp.lazy.capture.values import NOWHERE, Entry, Reading, Slot, Tensor, b
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.tensors import tensor_io
 
-_HOOKS: Final = ("forward", "forward_pre", "backward", "backward_pre", "optimizer_step_pre", "optimizer_step_post")
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SILENT: Final = frozenset({*vars(torch.nn.Module()), "_until_check"} - {"training"})
 """Attributes of modules and scalers that are read otherwise, or that no step depends on."""
 
@@ -68,9 +68,14 @@ class _Objects(Reading):
     def _object(self, owner: Any, label: str) -> None:
         space = vars(owner)
         self.compare(f"the class of {label}", type(owner))
-        for hooks in (space.get(f"_{name}_hooks", {}) for name in _HOOKS):
-            self.watch(hooks)
-            for hook in hooks.values():
+        hooks, tables = [space.get(name, {}) for name in _HOOKS], [space]
+        if isinstance(owner, Optimizer):
+            hooks = [owner._optimizer_step_pre_hooks, owner._optimizer_step_post_hooks]
+        elif isinstance(owner, torch.nn.Module):
+            tables += [owner._parameters, owner._buffers, space["_modules"]]
+        for table in hooks:
+            self.watch(table)
+            for hook in table.values():
                 self.compare(f"a hook of {label}", hook)
         if isinstance(owner, Optimizer):
             for table in (space, owner.state, owner.param_groups):
@@ -78,7 +83,7 @@ class _Objects(Reading):
             for number, group in enumerate(owner.param_groups):
                 self._group(owner, group, f"{label}.param_groups[{number}]")
             return
-        for table in (space, *(space.get(name, {}) for name in ("_parameters", "_buffers", "_modules"))):
+        for table in tables:
             self.watch(table)
             for name, value in table.items():
                 if table is not space or name not in _SILENT:
