@@ -10,15 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from xla_amp.lazy.ops.operators import KernelTable
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE, PLAIN
 
 aten = torch.ops.aten
-_TRACED = (FakeTensor, FunctionalTensor)
-"""What torch.compile traces with."""
 _KEY = torch.DispatchKey.AutogradPrivateUse1
 KERNELS = KernelTable()
 """ATen name -> function for tensors of the device, with or without gradients."""
@@ -30,14 +26,12 @@ def is_transformed(*tensors: torch.Tensor) -> bool:
     """Whether a transform (torch.func, forward AD) or a tensor subclass sees this call.
 
     These support torch's decomposed operations only: ours have no batching rule and no forward derivative.
-    torch.compile knows these operations, and its graphs run on the device.
+    The fake tensors of torch.compile are such; its graphs name torch's functions, which run on the device.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         return True
-    if all(isinstance(x, _TRACED) for x in tensors):
-        return False
     return torch._C._len_torch_dispatch_stack() > 0 or any(type(x) not in PLAIN for x in tensors)
 
 
