@@ -70,10 +70,12 @@ def _chain(node: ast.AST, inner: set[int]) -> tuple[Any, list[str]]:
 
 
 def _asked(call: ast.Call) -> str | None:
-    """The attribute that ``getattr(x, "name")`` or ``hasattr`` asks for."""
+    """The attribute that ``getattr(x, "name")`` or ``hasattr`` asks for, with ``{}`` for a part that is computed."""
     if isinstance(call.func, ast.Name) and call.func.id in ("getattr", "hasattr") and len(call.args) > 1:
         value = call.args[1]
-        return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+        parts = value.values if isinstance(value, ast.JoinedStr) else [value]
+        name = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts)
+        return None if name.startswith(("{}", "_{}")) else name
     return None
 
 

@@ -116,6 +116,7 @@ def test_the_sources_use_what_the_table_has_and_nothing_else() -> None:
         ("from jax._src import core\ncore.gone(1)", ["jax._src.core", "jax._src.core.gone"]),
         ("from torch.utils._pytree import tree_map as m", ["torch.utils._pytree.tree_map"]),
         ("import torch\ngetattr(torch._C, '_gone', None)", ["torch._C._gone"]),
+        ("import torch\ngetattr(torch._C, f'_gone_{kind}_too')", ["torch._C._gone_{}_too"]),
         ("def f(x):\n    return x._gone.public", ["?._gone"]),
         ("class A:\n    def f(self):\n        self._mine = 1\n    def g(self, x):\n        return x._mine", []),
         ("from xla_amp.lazy import trace\ntrace.lock._gone()", ["?._gone"]),
