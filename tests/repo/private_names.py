@@ -53,6 +53,16 @@ def uses(source: str, inherited: Set[str] = frozenset()) -> Iterator[tuple[str, 
                 yield f"?.{part}", node.lineno
 
 
+def texts(source: str) -> Iterator[tuple[str, int]]:
+    """(text, line) of each string that reads as a private name, as `vars` of an object takes it; no docstrings."""
+    tree = ast.parse(source)
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        text = node.value if isinstance(node, ast.Constant) and id(node) not in alone else None
+        if isinstance(text, str) and text.isidentifier() and is_private(text):
+            yield text, node.lineno
+
+
 def _chain(node: ast.AST, inner: set[int]) -> tuple[Any, list[str]]:
     """What a chain of attributes begins with, and their names; `inner` gets the nodes of the chain."""
     parts: list[str] = []

@@ -22,6 +22,13 @@ from source_tree import ROOT, modules
 
 ROWS = tomllib.loads((ROOT / "xla_amp" / "private_names.toml").read_text("utf-8"))["private"]
 NAMES = {name: row for row in ROWS for name in row["names"]}
+OBJECTS = (
+    torch.nn.Module(),
+    torch.nn.Parameter(torch.zeros(1)),
+    torch.optim.SGD([torch.zeros(1)]),
+    torch.amp.GradScaler("cpu"),
+)
+"""Whose attributes a string may name."""
 ELSEWHERE = ("xla_amp/integrations/", "xla_amp/backends/torch_xla/")
 """Files that use names of frameworks, which the table is not about."""
 
@@ -92,6 +99,11 @@ def is_on_the_way(use: str) -> bool:
     return any(name.startswith(f"{use}.") for name in NAMES) or (root == "torch" and hasattr(torch.ops.aten, last))
 
 
+def is_an_attribute(text: str) -> bool:
+    """Whether a string is a name of torch's objects, and of no operation of ATen."""
+    return any(hasattr(each, text) for each in OBJECTS) and not hasattr(torch.ops.aten, text)
+
+
 def test_the_sources_use_what_the_table_has_and_nothing_else() -> None:
     used: set[str] = set()
     unknown = []
@@ -100,7 +112,8 @@ def test_the_sources_use_what_the_table_has_and_nothing_else() -> None:
     sources = {path: (ROOT / path).read_text("utf-8") for path in paths}
     inherited = frozenset[str]().union(*map(private_names.defined, sources.values()))
     for path, source in sources.items():
-        for use, line in private_names.uses(source, inherited):
+        named = [(f"?.{text}", line) for text, line in private_names.texts(source) if is_an_attribute(text)]
+        for use, line in [*private_names.uses(source, inherited), *named]:
             covered = rows_of(use)
             used |= covered
             if not covered and not is_on_the_way(use):
@@ -126,6 +139,13 @@ def test_the_sources_use_what_the_table_has_and_nothing_else() -> None:
 )
 def test_uses_are_found(source: str, expected: list[str]) -> None:
     assert sorted({name for name, _ in private_names.uses(source)}) == expected
+
+
+def test_strings_that_name_attributes_are_found() -> None:
+    source = '"""_buffers"""\nNAMES = ("_modules", "modules", "_no name")\ndef f(x):\n    vars(x)["_a"]'
+    assert list(private_names.texts(source)) == [("_modules", 2), ("_a", 4)]
+    assert is_an_attribute("_modules")
+    assert not is_an_attribute("_to_copy")
 
 
 def test_one_function_counts_references() -> None:
