@@ -20,9 +20,12 @@ from xla_amp.lazy.capture.values import NOWHERE, Entry, Reading, Slot, Tensor, b
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.tensors import tensor_io
 
-_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_SILENT: Final = frozenset({*vars(torch.nn.Module()), "_until_check"} - {"training"})
+_OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
+_SILENT: Final = _OF_EVERY_MODULE - {"training"} | {"_until_check"}
 """Attributes of modules and scalers that are read otherwise, or that no step depends on."""
+
+
+_BOUND: Final = (torch.Tensor, torch.nn.Module)
 
 
 class Option(NamedTuple):
@@ -68,26 +71,32 @@ class _Objects(Reading):
     def _object(self, owner: Any, label: str) -> None:
         space = vars(owner)
         self.compare(f"the class of {label}", type(owner))
-        hooks, tables = [space.get(name, {}) for name in _HOOKS], [space]
         if isinstance(owner, Optimizer):
-            hooks = [owner._optimizer_step_pre_hooks, owner._optimizer_step_post_hooks]
-        elif isinstance(owner, torch.nn.Module):
-            tables += [owner._parameters, owner._buffers, space["_modules"]]
-        for table in hooks:
-            self.watch(table)
-            for hook in table.values():
-                self.compare(f"a hook of {label}", hook)
-        if isinstance(owner, Optimizer):
+            for hooks in (owner._optimizer_step_pre_hooks, owner._optimizer_step_post_hooks):
+                self._hooks(hooks.values(), hooks, label)
             for table in (space, owner.state, owner.param_groups):
                 self.watch(table)
             for number, group in enumerate(owner.param_groups):
                 self._group(owner, group, f"{label}.param_groups[{number}]")
             return
-        for table in tables:
-            self.watch(table)
-            for name, value in table.items():
-                if table is not space or name not in _SILENT:
-                    self.add(value, f"{label}.{name}", Slot(table, name))
+        self.watch(space)
+        for name, value in space.items():
+            if isinstance(owner, torch.nn.Module) and name in _OF_EVERY_MODULE and isinstance(value, dict):
+                self._table(value, label)
+            elif name not in _SILENT:
+                self.add(value, f"{label}.{name}", Slot(space, name))
+
+    def _table(self, table: dict[Any, Any], label: str) -> None:
+        """Parameters, buffers, modules or hooks of a module."""
+        bound = {name: each for name, each in table.items() if each is None or isinstance(each, _BOUND)}
+        self._hooks((each for name, each in table.items() if name not in bound), table, label)
+        for name, each in bound.items():
+            self.add(each, f"{label}.{name}", Slot(table, name))
+
+    def _hooks(self, hooks: Iterable[Any], table: dict[Any, Any], label: str) -> None:
+        self.watch(table)
+        for hook in hooks:
+            self.compare(f"a hook of {label}", hook)
 
     def _group(self, owner: Optimizer, group: dict[str, Any], label: str) -> None:
         """Options, parameters, and the state in the order of the parameters."""
