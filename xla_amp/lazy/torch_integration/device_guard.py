@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import dynamo, module_paths
+from xla_amp.backends import backward_threads, dynamo, module_paths
 from xla_amp.common import interrupts
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -96,7 +96,8 @@ def run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
-        return original(*args, **kwargs)
+        with backward_threads.chosen():
+            return original(*args, **kwargs)
     except SystemError:
         error = _take_error()
         if error is None:
