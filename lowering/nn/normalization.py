@@ -137,7 +137,7 @@ def _over_channels(x: jax.Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (0, *range(2, x.ndim)), (1, x.shape[1], *(1,) * (x.ndim - 2))
 
 
-def _batch_statistics(x: jax.Array, running_mean: jax.Array | None, platform: str) -> tuple[jax.Array, jax.Array]:
+def batch_statistics(x: jax.Array, running_mean: jax.Array | None, platform: str) -> tuple[jax.Array, jax.Array]:
     """Mean and biased variance of each channel of `x`, which has an opmath dtype.
 
     On GPU and TPU both come from one pass: a sum of `x`, and a sum of squared differences from a shift near the
@@ -210,7 +210,7 @@ def native_batch_norm(
     _, shape = _over_channels(x)
     x = up(x)
     if training:
-        mean, variance = _batch_statistics(x, running_mean, platform)
+        mean, variance = batch_statistics(x, running_mean, platform)
         count = x.size // x.shape[1]
         running_mean = _update_running(running_mean, mean, momentum)
         running_var = _update_running(running_var, variance * (count / max(count - 1, 1)), momentum)

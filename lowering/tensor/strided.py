@@ -42,7 +42,7 @@ def _contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def _factor(size: int, shape: Sequence[int], strides: Sequence[int], offset: int) -> _Window | None:
+def factored(size: int, shape: Sequence[int], strides: Sequence[int], offset: int) -> _Window | None:
     """The window as one slice, or ``None`` when strides overlap or do not divide each other."""
     dims = sorted(
         (
@@ -102,7 +102,7 @@ def starts(size: int, shape: Sequence[int], strides: Sequence[int], offset: int)
     """
     if math.prod(shape) in (0, size):
         return ()
-    window = _factor(size, shape, strides, offset)
+    window = factored(size, shape, strides, offset)
     return () if window is None else window.start
 
 
@@ -151,7 +151,7 @@ def read(
         return jnp.zeros(shape, base.dtype)
     if offset == 0 and count == base.size and _contiguous(shape, strides):
         return base.reshape(shape)
-    window = _factor(base.size, shape, strides, offset)
+    window = factored(base.size, shape, strides, offset)
     if window is None:
         return base.reshape(-1)[_indices(shape, strides, offset)]
     x = _sliced(_flat(base, window.padded), window, begin).reshape([shape[dim] for dim in window.order])
@@ -197,7 +197,7 @@ def write(
         return base
     if offset == 0 and math.prod(shape) == base.size and _contiguous(shape, strides):
         return new.reshape(base.shape)
-    window = _factor(base.size, shape, strides, offset)
+    window = factored(base.size, shape, strides, offset)
     if window is None or any(extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True)):
         flat = base.reshape(-1).at[_indices(shape, strides, offset).reshape(-1)].set(new.reshape(-1))
         return flat.reshape(base.shape)

@@ -65,7 +65,7 @@ def along(devices, axis, what):
     ids=["v5p", "h100", "one NVLink domain"],
 )
 def test_the_outer_axis_crosses_slices_and_the_inner_one_does_not(found, unit):
-    devices = spmd._arranged({"data": len(found) // 4, "model": 4}, {"data": 2}, found)
+    devices = spmd.arranged({"data": len(found) // 4, "model": 4}, {"data": 2}, found)
     assert sorted(device.id for device in devices.flat) == [device.id for device in found]
     assert along(devices, 1, unit)
     halves = np.split(devices, 2)
@@ -74,20 +74,20 @@ def test_the_outer_axis_crosses_slices_and_the_inner_one_does_not(found, unit):
 
 
 def test_an_inner_axis_may_be_the_one_between_slices():
-    devices = spmd._arranged({"data": 4, "model": 4}, {"model": 2}, tpus(2))
+    devices = spmd.arranged({"data": 4, "model": 4}, {"model": 2}, tpus(2))
     assert along(devices, 0, "slice_index")
     assert not along(devices, 1, "slice_index")
 
 
 def test_two_axes_between_four_slices():
-    devices = spmd._arranged({"data": 4, "fsdp": 2, "model": 4}, {"data": 2, "fsdp": 2}, tpus(4))
+    devices = spmd.arranged({"data": 4, "fsdp": 2, "model": 4}, {"data": 2, "fsdp": 2}, tpus(4))
     assert along(devices, 2, "slice_index")
     assert not along(devices, 0, "slice_index")
     assert not along(devices, 1, "slice_index")
 
 
 def test_processes_stand_for_hosts_where_there_are_no_slices():
-    devices = spmd._arranged({"data": 2, "model": 4}, {"data": 2}, cpus(2))
+    devices = spmd.arranged({"data": 2, "model": 4}, {"data": 2}, cpus(2))
     assert along(devices, 1, "process_index")
 
 
@@ -103,7 +103,7 @@ def test_processes_stand_for_hosts_where_there_are_no_slices():
 )
 def test_a_product_that_does_not_fit(dcn, found, words):
     with pytest.raises(DeviceError, match=words):
-        spmd._arranged({"data": 4, "model": 4}, dcn, found)
+        spmd.arranged({"data": 4, "model": 4}, dcn, found)
 
 
 def test_make_mesh_asks_for_it():

@@ -15,7 +15,7 @@ from harness import check, lowered, lowering_of, sample, together
 from torch.nn import functional as F
 
 import xla_amp
-from xla_amp.lowering.nn.normalization import _batch_statistics
+from xla_amp.lowering.nn.normalization import batch_statistics
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 aten = torch.ops.aten
@@ -160,7 +160,7 @@ def off_center(mean: float, dtype: torch.dtype = F32, shape: tuple[int, ...] = (
 def statistics_in_error(x: torch.Tensor, running_mean: torch.Tensor | None, platform: str) -> tuple[float, float]:
     """The largest errors over all channels: the mean's in standard deviations, and the variance's relative error."""
     near = None if running_mean is None else jnp.asarray(running_mean.float().numpy())
-    mean, variance = jax.jit(_batch_statistics, static_argnums=2)(jnp.asarray(x.float().numpy()), near, platform)
+    mean, variance = jax.jit(batch_statistics, static_argnums=2)(jnp.asarray(x.float().numpy()), near, platform)
     axes = (0, *range(2, x.dim()))
     exact = x.double().mean(axes), x.double().var(axes, correction=0)
     error = np.abs(np.asarray(mean, np.float64) - exact[0].numpy()) / exact[1].sqrt().numpy()

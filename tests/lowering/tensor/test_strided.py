@@ -85,7 +85,7 @@ def test_the_windows_are_of_many_kinds() -> None:
     generator = random.Random(0)
     numbers = [_of_numbers(generator) for _ in range(200)]
     assert sum(_overlaps(window) for _, window in numbers) > 40
-    assert sum(strided._factor(math.prod(shape), *window) is None for shape, window in numbers) > 40
+    assert sum(strided.factored(math.prod(shape), *window) is None for shape, window in numbers) > 40
     assert sum(any(s == 0 and e > 1 for e, s in zip(*window[:2], strict=True)) for _, window in numbers) > 20
 
 

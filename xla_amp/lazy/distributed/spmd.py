@@ -70,7 +70,7 @@ def make_mesh(axes: Mapping[str, int] | None = None, *, dcn: Mapping[str, int] |
     shape = tuple(axes.values())
     if not dcn:
         return Mesh(mesh_utils.create_device_mesh(shape, found, allow_split_physical_axes=True), tuple(axes))
-    return Mesh(_arranged(axes, dcn, found), tuple(axes))
+    return Mesh(arranged(axes, dcn, found), tuple(axes))
 
 
 def _check_axes(axes: Any, dcn: Any) -> None:
@@ -90,7 +90,7 @@ def all_devices() -> Sequence[jax.Device]:
     return jax.devices(platform) if processes.world_size() > 1 else jax.local_devices(backend=platform)
 
 
-def _arranged(axes: Mapping[str, int], dcn: Mapping[str, int], found: Sequence[jax.Device]) -> np.ndarray:
+def arranged(axes: Mapping[str, int], dcn: Mapping[str, int], found: Sequence[jax.Device]) -> np.ndarray:
     """The devices in the shape of the mesh; along a part of an axis that `dcn` names the host or slice changes."""
     outer, inner = _parts(axes, dcn)
     slices = {getattr(device, "slice_index", None) for device in found}
