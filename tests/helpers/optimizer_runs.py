@@ -36,11 +36,13 @@ class Training:
         return loss
 
     def step(self) -> None:
-        if self.closure:
-            self.optimizer.step(self.loss)
-        else:
-            self.loss()
-            self.optimizer.step()
+        # which torch's own test cases turn on, and which the empty entries of a coalesced gradient do not pass
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            if self.closure:
+                self.optimizer.step(self.loss)
+            else:
+                self.loss()
+                self.optimizer.step()
 
     def values(self) -> list[torch.Tensor]:
         return [p.detach().cpu() for p in self.parameters]
