@@ -117,12 +117,19 @@ def _on_main_thread() -> bool:
     return _thread.get_ident() == threading.main_thread().ident
 
 
+_OF_C = frozenset({signal.SIGPROF})
+"""Signals with a handler that Python does not know: libtpu's profiler sends this one."""
+
+
 def take_over() -> None:
     """Wraps the handlers of all signals, those that are installed later included.
 
     ``signal.signal`` and ``signal.getsignal`` go on to return what the user has set.  The first one looks up the
     function of `_signal` in each call, so replacing that reaches code that has imported ``signal.signal`` by name, as
     notebooks do.  Default and ignored signals are left alone.
+
+    A signal in `_OF_C` is not set to its default where Python has never set another: Lightning does that after a run,
+    and the next one would end the process.
     """
     install, get = _signal.signal, signal.getsignal
     if hasattr(install, "__wrapped__"):
@@ -130,6 +137,8 @@ def take_over() -> None:
 
     @functools.wraps(install)
     def install_wrapped(*args: Any) -> Any:
+        if len(args) == 2 and args[0] in _OF_C and args[1] == get(args[0]) == signal.SIG_DFL:
+            return signal.SIG_DFL
         if len(args) == 2 and callable(args[1]):
             args = (args[0], Handler(args[1]))
         return _unwrapped(install(*args))
