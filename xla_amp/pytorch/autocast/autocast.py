@@ -141,7 +141,16 @@ class autocast:
         return f"autocast({self.device!r}{', enabled=False' if not self.enabled else ''}{shown})"
 
     def __enter__(self) -> autocast:
-        _open.stack.append(self._enter_xla() if self._is_xla else self._enter_native())
+        before = len(_open.stack)
+        try:
+            if self._is_xla:
+                self._enter_xla()
+            else:
+                self._enter_native()
+        except BaseException:
+            if len(_open.stack) > before:  # a signal's handler raised after it
+                _leave(self)
+            raise
         return self
 
     def __exit__(
@@ -184,23 +193,24 @@ class autocast:
             )
         return self.dtype
 
-    def _enter_native(self) -> _Entry:
+    def _enter_native(self) -> None:
         rules = self._effective or self._native_rules()
         low = self._low(rules) if self.enabled and self._has_rules() and rules is not None else self.dtype
         region = _native_region(self.device, low, self.enabled, self.cache_enabled)
         if rules is not None:
             effects.report_sums(rules, self.device)
-        return self._open(region, rules)
+        self._open(region, rules)
 
-    def _enter_xla(self) -> _Entry:
+    def _enter_xla(self) -> None:
         engine = devices.engine()
         engine.device()
         engine.step_begins()
         rules = self._rules(engine)
         low = self._low(rules) if self.enabled else getattr(torch, rules.low)
-        return self._open(torch.autocast(self.device, low, self.enabled, self.cache_enabled), rules)
+        self._open(torch.autocast(self.device, low, self.enabled, self.cache_enabled), rules)
 
-    def _open(self, region: torch.autocast, rules: Policy | None) -> _Entry:
+    @interrupts.deferred
+    def _open(self, region: torch.autocast, rules: Policy | None) -> None:
         """Enters the region; whatever fails leaves the state of this thread as it was."""
         with contextlib.ExitStack() as undo:
             if rules is not None:
@@ -210,7 +220,7 @@ class autocast:
             if self.enabled and not self._is_xla:
                 undo.callback(_drop_casts_after_steps().remove)
             _enter(region)
-            return _Entry(self, region, rules, undo.pop_all())
+            _open.stack.append(_Entry(self, region, rules, undo.pop_all()))
 
 
 dynamo.graph_break(policies.override)
