@@ -79,7 +79,17 @@ class _Mine(dict):
     pass
 
 
-@pytest.mark.parametrize("value", [object(), [len], _Mine(), torch.nn.Linear(1, 1), np.array([None]), {object(): 1}])
-def test_other_values_are_refused(value):
-    with pytest.raises(TypeError, match=r"x: cannot send this value: expected numbers, texts"):
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (object(), "builtins.object"),
+        ([len], "builtins.len"),
+        (_Mine(), f"{__name__}._Mine"),
+        (torch.nn.Linear(1, 1), r"torch\.nn\.modules\.linear\.Linear.*"),
+        (np.array([None]), "this value"),
+        ({lambda: 1: 1}, "this value"),
+    ],
+)
+def test_other_values_are_refused(value, named):
+    with pytest.raises(TypeError, match=f"x: cannot send {named}: expected numbers, texts"):
         exchange.encode(value, "x")

@@ -32,8 +32,8 @@ def encode(data: Any, what: str) -> bytes:
         _read(file.getvalue())
     except Exception as error:  # of what cannot be written or read torch raises what its parts happen to raise
         raise TypeError(
-            f"{what}: cannot send this value: expected numbers, texts, bytes, tensors, NumPy arrays, or lists, tuples, "
-            f"sets and dictionaries of them; send what it consists of ({type(error).__name__}: {str(error)[:200]})"
+            f"{what}: cannot send {_refused(file)}: expected numbers, texts, bytes, tensors, NumPy arrays, or lists, "
+            "tuples, sets and dictionaries of them; send what it consists of"
         ) from error
     return file.getvalue()
 
@@ -51,6 +51,16 @@ def decode(text: bytes) -> Any:
             f"another process sent something that xla_amp.lazy.distributed.exchange does not write: "
             f"{type(error).__name__}: {str(error)[:200]}"
         ) from error
+
+
+def _refused(file: io.BytesIO) -> str:
+    """What `file` has that is not read, by name; "this value" if it was not written."""
+    file.seek(0)
+    try:
+        with torch.serialization.safe_globals(_READ):
+            return ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(file)) or "this value"
+    except Exception:
+        return "this value"
 
 
 def _read(text: bytes) -> Any:
