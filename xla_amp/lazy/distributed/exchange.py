@@ -58,7 +58,7 @@ def _refused(file: io.BytesIO) -> str:
     file.seek(0)
     try:
         with torch.serialization.safe_globals(_READ):
-            return ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(file)) or "this value"
+            return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))) or "this value"
     except Exception:
         return "this value"
 
