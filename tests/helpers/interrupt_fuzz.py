@@ -127,6 +127,12 @@ def _same(expected: torch.Tensor, value: torch.Tensor) -> bool:
     return torch.equal(expected, value.cpu())
 
 
+def settle() -> None:
+    """Lets an interrupt arrive that waits until code of torch has ended."""
+    with contextlib.suppress(Interrupted):
+        time.sleep(0.05)
+
+
 def train(phase: str, interrupts: int, seed: int) -> tuple[int, int, collections.Counter[str], float]:
     """Trains again and again until `interrupts` have arrived; returns their number, wrong runs, errors and seconds."""
     chance = random.Random(f"{phase} {seed}")
@@ -157,6 +163,7 @@ def train(phase: str, interrupts: int, seed: int) -> tuple[int, int, collections
             except Exception as error:
                 errors[f"{type(error).__name__}: {error}"[:150]] += 1
                 break
+        settle()
         if lost := training.lost():
             wrong += 1
             errors[f"wrong: {lost[:4]}"] += 1
@@ -202,6 +209,7 @@ def in_threads(interrupts: int, seed: int) -> tuple[int, int, collections.Counte
                     signal.setitimer(signal.ITIMER_REAL, 0)
             except Interrupted:
                 arrived += 1
+        settle()
         if isinstance(found[0], BaseException):
             errors[repr(found[0])[:150]] += 1
         elif different := [name for name in expected if not torch.equal(expected[name], found[0][name])]:
