@@ -281,7 +281,7 @@ class _OneOfSeveral:
 
 
 def _apart(tensor: torch.Tensor, group: Any, collective: Callable[[torch.Tensor], Any]) -> Any:
-    """Runs a collective of all processes as a program of its own, so that each process has the same program."""
+    """Runs a collective of all processes alone in a program, which is then the same in each process."""
     if group is not None and group is not getattr(getattr(torch.distributed, "group", None), "WORLD", None):
         raise ValueError(f"group={group!r}: on the XLA device all processes reduce together; leave it out")
     value = tensor.detach().to(xla_device())
