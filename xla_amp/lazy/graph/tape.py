@@ -110,11 +110,6 @@ class Tape:
         self.code, self.begin = code, begin
         self.nodes = list(nodes(code, begin))
 
-    @classmethod
-    def since(cls, position: Position) -> Tape:
-        """What was recorded after `position`."""
-        return cls(trace.code[position.code :], position)
-
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
 
