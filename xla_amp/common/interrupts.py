@@ -81,7 +81,8 @@ class Handler:
 
 def _raise_soon(signum: int) -> None:
     time.sleep(_MOMENT)
-    _thread.interrupt_main(signum)  # type: ignore[arg-type]
+    # A real signal: what the main thread waits for by now, such as a sleep, ends.
+    signal.pthread_kill(threading.main_thread().ident or 0, signum)
 
 
 def deliver() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import xla_amp
-from xla_amp.common import config
+from xla_amp.common import config, interrupts
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute
 
@@ -108,10 +108,12 @@ def test_a_handler_that_does_not_raise_runs_once(device):
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_sleeping_ends_at_once(device):
+@pytest.mark.parametrize("in_native_code", [[], [True]], ids=["python", "a thread in native code"])
+def test_sleeping_ends_at_once(device, in_native_code):
     start = time.perf_counter()
     threading.Timer(0.2, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)).start()
-    with pytest.raises(Interrupted):
+    answers = list(in_native_code)
+    with interrupts.in_native_code.subscribed(lambda: bool(answers) and answers.pop()), pytest.raises(Interrupted):
         time.sleep(60)
     assert time.perf_counter() - start < 30
 
