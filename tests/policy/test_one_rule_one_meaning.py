@@ -7,7 +7,7 @@ separate environment, where `tests/torch_xla_engine/test_xla_one_rule.py` runs t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -38,6 +38,14 @@ from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
 from xla_amp.jax import autocast
 from xla_amp.policy.op_catalog import meanings
+from xla_amp.tools.explain.on_pytorch import ExplainReport
+
+
+@pytest.fixture(scope="module")
+def report() -> Iterator[ExplainReport]:
+    """One recording for all tests: to start one takes longer than to trace a program."""
+    with xla_amp.explain() as report:
+        yield report
 
 
 def test_the_table_has_sixty_programs() -> None:
@@ -81,11 +89,12 @@ def functions(programs: list[Program]) -> tuple[Callable[..., Any], Any]:
 
 
 @pytest.mark.parametrize("cast", [cast for cast in CASTS if cast != "ban"])
-def test_jax(cast: Cast) -> None:
+def test_jax(cast: Cast, report: ExplainReport) -> None:
     programs = [program for program in following(cast) if program.rule != "add"]  # the programs themselves add a number
     function, x = functions(programs)
     rules: dict[str, Cast] = {program.rule: cast for program in programs}
-    with xla_amp.explain() as report, policy.override(rules):
+    report.records.clear()
+    with policy.override(rules):
         jax.make_jaxpr(autocast(function))(x)
     records = [each for each in report.records if each.layer == "override"]
     for program, record in zip(programs, records, strict=True):
@@ -129,59 +138,53 @@ def test_stablehlo_refuses_by_name_what_it_cannot_see(program: Program) -> None:
         stablehlo.autocast(jax.jit(function).lower(x), rules={program.rule: "low"})
 
 
-SCOPED = [each for each in ALL if each.rule in ("mm", "log_softmax")]
-
-
-class _Part(torch.nn.Module):
-    def __init__(self, program: Program) -> None:
-        super().__init__()
-        self.program = program
-
-    def forward(self, *operands: torch.Tensor) -> Any:
-        return self.program.torch(*operands)
+SCOPED: dict[str, Cast] = {"mm": "fp32", "log_softmax": "low"}
+"""Operations, and a cast that the built-in rules do not give them."""
 
 
 class _Whole(torch.nn.Module):
-    def __init__(self, program: Program) -> None:
+    """The same operations outside of the module `part` and in it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.outside, self.part = _Part(program), _Part(program)
+        self.function, self.part = function, torch.nn.Module()
+        self.part.forward = function
 
     def forward(self, *operands: torch.Tensor) -> Any:
-        return self.outside(*operands), self.part(*operands)
+        return self.function(*operands), self.part(*operands)
 
 
-@pytest.mark.parametrize("program", SCOPED, ids=lambda program: program.rule)
+@pytest.mark.parametrize("rule", SCOPED)
 @pytest.mark.parametrize("pattern", ["module:*.part", "*/part/{}"])
-def test_a_rule_for_a_module_reaches_it_on_every_front(program: Program, pattern: str) -> None:
-    casts: list[Cast] = ["low", "fp32"]
-    for cast in casts:
-        rules: dict[str, Cast] = {pattern.format(program.rule): cast}
-        found: dict[str, Any] = {}
-        for name in ("cpu", "lazy"):
-            place = xla_amp.xla_device() if name == "lazy" else torch.device(name)
-            y = torch.full((4, 4), 0.5, device=place)
-            with xla_amp.explain() as report, xla_amp.autocast(place, policy="tpu", rules=rules, strict=True):
-                _Whole(program)(*(y.bfloat16(), y)[: program.operands])
-            found[name] = [each for each in report.records if each.layer == "context"]
+def test_a_rule_for_a_module_reaches_it_on_every_front(rule: str, pattern: str, report: ExplainReport) -> None:
+    (program,) = [each for each in ALL if each.rule == rule]
+    rules: dict[str, Cast] = {pattern.format(rule): SCOPED[rule]}
 
-        def function(x: Any) -> Any:
-            h = lax.conv_general_dilated(x[None, None], x[None, None, :2, :2], (1, 1), "SAME")[0, 0]
-            with jax.named_scope("outside"):
-                outside = program.jax(*(h, x)[: program.operands])
-            with jax.named_scope("part"):
-                return outside, program.jax(*(h, x)[: program.operands])
+    def function(x: Any) -> Any:
+        h = lax.conv_general_dilated(x[None, None], x[None, None, :2, :2], (1, 1), "SAME")[0, 0]
+        with jax.named_scope("outside"):
+            outside = program.jax(*(h, x)[: program.operands])
+        with jax.named_scope("part"):
+            return outside, program.jax(*(h, x)[: program.operands])
 
-        x = jnp.full((4, 4), 0.5)
-        with xla_amp.explain() as report:
-            jax.make_jaxpr(autocast(function, rules=rules, strict=True))(x)
-        found["jax"] = [each for each in report.records if each.layer == "context"]
-        with xla_amp.explain() as report:
-            stablehlo.autocast(jax.jit(function).lower(x), rules=rules, strict=True)
-        found["stablehlo"] = [each for each in report.records if each.layer == "context"]
-        wanted = WIDE if cast == "fp32" else LOW
-        for front, records in found.items():
-            assert {each.module.partition(".")[0] for each in records} == {"part"}, front
-            assert {used for each in records for used in each.used} == {wanted}, front
+    def in_torch(place: torch.device) -> None:
+        y = torch.full((4, 4), 0.5, device=place)
+        with xla_amp.autocast(place, policy="tpu", rules=rules, strict=True):
+            _Whole(program.torch)(*(y.bfloat16(), y)[: program.operands])
+
+    x = jnp.full((4, 4), 0.5)
+    fronts: dict[str, Callable[[], Any]] = {
+        "cpu": lambda: in_torch(torch.device("cpu")),
+        "lazy": lambda: in_torch(xla_amp.xla_device()),
+        "jax": lambda: jax.make_jaxpr(autocast(function, rules=rules, strict=True))(x),
+        "stablehlo": lambda: stablehlo.autocast(jax.jit(function).lower(x), rules=rules, strict=True),
+    }
+    for front, run in fronts.items():
+        report.records.clear()
+        run()
+        records = [each for each in report.records if each.layer == "context"]
+        assert {each.module.partition(".")[0] for each in records} == {"part"}, front
+        assert {used for each in records for used in each.used} == {WIDE if rule == "mm" else LOW}, front
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.rule)
@@ -220,7 +223,7 @@ def test_one_operation_has_names_in_three_vocabularies(names: Any, vocabulary: A
             assert policy.resolve("cpu").decide(operation, None, tuple(same)).cast == "fp32_append", name
 
 
-def test_a_product_with_batch_axes_is_no_linear() -> None:
+def test_a_product_with_batch_axes_is_no_linear(report: ExplainReport) -> None:
     def both(x: Any) -> Any:
         return lax.batch_matmul(x, x), lax.dot(x[0], x[1])
 
@@ -232,11 +235,12 @@ def test_a_product_with_batch_axes_is_no_linear() -> None:
         ({"linear": "fp32", "bmm": "keep"}, WIDE, WIDE),
         ({"matmul": "fp32"}, WIDE, WIDE),
     ):
-        report = stablehlo.autocast(lowered, rules=rules).report
-        assert [each.after for each in report.operations if each.operation == "dot_general"] == [batched, plain]
-        with policy.override(rules), xla_amp.explain() as records:
+        found = stablehlo.autocast(lowered, rules=rules).report.operations
+        assert [each.after for each in found if each.operation == "dot_general"] == [batched, plain]
+        report.records.clear()
+        with policy.override(rules):
             jax.make_jaxpr(autocast(both))(x)
-        products = [each for each in records.records if each.operation in ("bmm", "matmul")]
+        products = [each for each in report.records if each.operation in ("bmm", "matmul")]
         assert [each.used[0] for each in products] == [batched, plain]
 
 
