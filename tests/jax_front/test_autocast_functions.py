@@ -15,6 +15,9 @@ from traced_functions import TABLE
 from xla_amp.jax import autocast
 
 LOW = ("bf16", "bf16")
+DEAR = ("flash_attention", "flax_transformer_block")
+"""Of the full run: test_autocast_contracts.py has a kernel, test_autocast_models.py a transformer."""
+ROWS = [pytest.param(row, id=row.name, marks=[pytest.mark.full] if row.name in DEAR else []) for row in TABLE]
 
 
 def compositions(function, row, directions):
@@ -66,7 +69,7 @@ def lowered(name):
     return {part: contractions(function, p, x) for part, function in parts.items()}
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", ROWS)
 def test_every_contraction_is_low(row):
     for part, found in lowered(row.name).items():
         assert found[LOW] > 0, part
@@ -87,7 +90,7 @@ def distance(found, expected):
     [("grad",), pytest.param(("forward", "grad in scan", "vmap"), marks=pytest.mark.full)],
     ids=["grad", "rest"],
 )
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", ROWS)
 def test_values_are_close_to_float64_and_dtypes_are_kept(row, names):
     p, x, directions = case(row)
     found = run(row, autocast(row.function), p, x, directions, jnp.float32, names)

@@ -30,10 +30,10 @@ def compare(loss, weights, *data, loss_tolerance, least_cosine):
     """A loss under autocast against the same loss in float32: values, gradients, dtypes."""
     plain = jax.jit(jax.value_and_grad(loss))
     mixed = jax.jit(jax.value_and_grad(autocast(loss)))
-    assert set(contractions(plain, weights, *data)) == {("f32", "f32")}
-    found = contractions(mixed, weights, *data)
+    wide, found = contractions(plain, weights, *data), contractions(mixed, weights, *data)
+    assert set(wide) == {("f32", "f32")}
     assert set(found) == LOW
-    assert sum(found.values()) == sum(contractions(plain, weights, *data).values())
+    assert sum(found.values()) == sum(wide.values())
     expected, expected_gradients = plain(weights, *data)
     value, gradients = mixed(weights, *data)
     assert value.dtype == jnp.float32
@@ -64,7 +64,7 @@ def test_the_text_of_a_program_grows_little(platform, most):
 
 def test_an_equinox_transformer():
     words = tokens()
-    model = EquinoxTransformer(2, 32, 100, jax.random.key(1))
+    model = EquinoxTransformer(1, 16, 100, jax.random.key(1))
     weights, rest = eqx.partition(model, eqx.is_array)
 
     def loss(weights, words):
