@@ -356,7 +356,17 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
+LONG = {"adam on the device", "evaluation", "recurrent", "sync-free adamw", "sync-free sgd"}
+"""Whose parts other programs have: optimizers of other kinds, two models, a loop in a step."""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(each, id=each.__name__, marks=pytest.mark.full if each.__name__ in LONG else [])
+        for each in PROGRAMS
+    ],
+)
 def test_a_program_trains_to_the_same_bits(program, device):
     def run(compiled):
         xla_amp.sync()

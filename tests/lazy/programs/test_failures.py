@@ -26,7 +26,7 @@ broken = True
 """Whether the lowering of ``lazy_failures::sometimes`` raises."""
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _operations() -> None:
     for name in ("sometimes", "wrong_size", "interrupts", "unknown", "unknown_in_place"):
         alias = "(a!)" if name == "unknown_in_place" else ""

@@ -113,6 +113,6 @@ print("all well")
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
 def test_forked_children() -> None:
     environment = config.child_environment({"JAX_PLATFORMS": "cpu"})
-    run = forked.run(program=PROGRAM, environment=environment)
+    run = forked.run(program=PROGRAM, environment=environment, whole_end=True)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "all well" in run.stdout

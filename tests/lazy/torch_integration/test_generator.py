@@ -7,7 +7,6 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -41,18 +40,16 @@ GLOBAL = {
 """Draws that take no generator."""
 
 
-@pytest.mark.parametrize("draw", [*DRAWS.values(), *GLOBAL.values()], ids=[*DRAWS, *GLOBAL])
-def test_a_seed_gives_the_same_numbers_wherever_the_tape_is_cut_and_they_go_on(device: torch.device, draw: Any) -> None:
+def test_a_seed_gives_the_same_numbers_wherever_the_tape_is_cut_and_they_go_on(device: torch.device) -> None:
+    draws = [*DRAWS.items(), *GLOBAL.items()] * 2
     torch.manual_seed(4)
-    together = [draw(None) for _ in range(3)]
+    together = [draw(None) for _, draw in draws]
     together = [x.cpu() for x in together]
     torch.manual_seed(4)
-    apart = []
-    for _ in range(3):
-        apart.append(draw(None).cpu())
+    for number, (name, draw) in enumerate(draws):
+        assert torch.equal(draw(None).cpu(), together[number]), name
         engine.sync()
-    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
-    assert not torch.equal(together[0], together[1])
+        assert not torch.equal(together[number], together[number - len(draws) // 2]), name
 
 
 def test_another_seed_gives_other_numbers_and_builds_nothing(device: torch.device) -> None:
@@ -146,18 +143,19 @@ def test_a_foreign_state_is_refused(device: torch.device, state: object, error: 
 # ---- torch.Generator -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_a_generator_is_reproducible_and_apart(device: torch.device, name: str) -> None:
-    draw, g = DRAWS[name], torch.Generator(device=device)
+def test_a_generator_is_reproducible_and_apart(device: torch.device) -> None:
+    generators = {name: torch.Generator(device=device) for name in DRAWS}
     torch.manual_seed(12)
     expected = torch.rand(3, device=device).tolist()
     torch.manual_seed(12)
-    first, second = draw(g.manual_seed(5)), draw(g)  # one program
+    first = {name: draw(generators[name].manual_seed(5)) for name, draw in DRAWS.items()}
+    second = {name: draw(generators[name]) for name, draw in DRAWS.items()}
     other = torch.rand(3, device=device)
     assert other.tolist() == expected
-    g.manual_seed(5)
-    assert draw(g).tolist() == first.tolist() != second.tolist()  # two programs
-    assert draw(g).tolist() == second.tolist()
+    for name, draw in DRAWS.items():  # two programs, after one
+        generators[name].manual_seed(5)
+        assert draw(generators[name]).tolist() == first[name].tolist() != second[name].tolist(), name
+        assert draw(generators[name]).tolist() == second[name].tolist(), name
 
 
 def test_a_generators_state(device: torch.device) -> None:
@@ -242,7 +240,7 @@ def test_generators_of_the_cpu_stay_torchs_own(device: torch.device) -> None:
 
 # ---- distributions ---------------------------------------------------------------------------------------------------
 
-N = 40_000
+N = 20_000
 
 
 def full(value: float, count: int = N) -> torch.Tensor:

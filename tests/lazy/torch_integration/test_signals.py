@@ -332,6 +332,6 @@ def test_in_a_program(case):
     environment = config.child_environment({"JAX_PLATFORMS": "cpu"})
     # Python leaves Ctrl-C ignored if it was at the start, as it is for a job in the background.
     program = f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{program}"
-    run = forked.run(program=program, environment=environment)
+    run = forked.run(program=program, environment=environment, whole_end=True)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "stopped" in run.stdout
