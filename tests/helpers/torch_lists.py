@@ -8,12 +8,14 @@ opens its regions through `torch.amp.autocast`; here that name is ours, so that 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal import autocast_test_lists
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists, TestAutocast
 from torch.utils._pytree import tree_map_only
 
@@ -86,6 +88,23 @@ def procedure(monkeypatch: pytest.MonkeyPatch, policy: str, device: str) -> Call
 
     monkeypatch.setattr(torch.amp, "autocast", region)
     return functools.partial(TestAutocast()._run_autocast_outofplace, device=device)
+
+
+class Compared:
+    """Instead of the procedure's `torch.equal`: results are compared at the end, with a program for many operations."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.flags: list[torch.Tensor] = []
+        theirs = types.SimpleNamespace(**{**vars(torch), "equal": self.equal})
+        monkeypatch.setattr(autocast_test_lists, "torch", theirs)
+
+    def equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
+        self.flags.append((first == second).all())
+        return first.shape == second.shape and first.dtype == second.dtype
+
+    def different(self) -> list[int]:
+        """Which comparisons found different values, by number."""
+        return [number for number, same in enumerate(torch.stack(self.flags).tolist()) if not same]
 
 
 def check_banned(device: str) -> None:

@@ -37,8 +37,8 @@ def name() -> str:
 @pytest.mark.parametrize(("policy", "low"), [("cuda", FP16), *CPU], ids=str)
 def test_torchs_lists(monkeypatch, name, policy, low):
     run = torch_lists.procedure(monkeypatch, policy, name)
-    needed = 0
-    wrong = {}
+    compared = torch_lists.Compared(monkeypatch)
+    needed, wrong, rows_of = 0, {}, []
     for rows, operation, arguments, run_as, options in torch_lists.calls(policy, low, name):
         if operation in NOT_HERE:
             continue
@@ -47,6 +47,8 @@ def test_torchs_lists(monkeypatch, name, policy, low):
             run(operation, arguments, run_as, **options)
         except Exception as error:
             wrong[rows, operation] = f"{type(error).__name__}: {error}"
+        rows_of += [(rows, operation)] * (len(compared.flags) - len(rows_of))
+    wrong |= dict.fromkeys((rows_of[number] for number in compared.different()), "other values than casting by hand")
     assert wrong == {}
     if policy == "cpu":
         assert needed >= COUNTED

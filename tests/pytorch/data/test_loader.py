@@ -45,11 +45,6 @@ def test_batches_in_order_on_the_device(device):
     assert {batch.device for batch in batches} == {torch.ones((), device=device).device}
 
 
-def test_the_device_defaults_to_xla():
-    (batch,) = DeviceLoader([torch.ones(2)])
-    assert batch.device == xla_amp.xla_device()
-
-
 def test_pytrees(device):
     source = {"pair": Batch(torch.ones(2), "text"), "list": [torch.arange(3), None, 4]}
     (batch,) = DeviceLoader([source], device)
@@ -102,12 +97,10 @@ def test_an_exception_comes_with_its_traceback(device):
         next(batches)
 
 
-def test_leaving_early_ends_the_thread(device):
+def test_leaving_the_loop_ends_the_thread(device):
     for _ in DeviceLoader(numbers(1000), device):
         break
 
-
-def test_an_exception_in_the_loop_ends_the_thread(device):
     def loop():
         for batch in DeviceLoader(numbers(1000), device):
             raise KeyError(batch.shape)
@@ -126,23 +119,13 @@ def test_close(device):
         next(batches)
 
 
-@pytest.mark.parametrize("prefetch", [0, -1, 1.5, True])
-def test_prefetch_out_of_range(prefetch):
-    with pytest.raises(ValueError, match="expected a number of batches, 1 or more"):
-        DeviceLoader([], prefetch=prefetch)
-
-
-def test_what_is_no_device():
-    with pytest.raises(ValueError, match=r"DeviceLoader\(3.5\): expected a device"):
-        DeviceLoader([], 3.5)
-
-
 def test_each_batch_ends_the_step():
     xla_amp.xla_device()
     state = torch.zeros(2, device="jax")
     xla_amp.sync()
     before = xla_amp.metrics()["executions"]
     for batch in DeviceLoader(numbers(4)):
+        assert batch.device == xla_amp.xla_device()
         state = state + batch
     assert xla_amp.metrics()["executions"] - before == 4  # nothing but the recording of each batch
     assert state.tolist() == [6.0, 6.0]
@@ -169,11 +152,8 @@ def test_entries_are_named_by_index(kind, device):
     (batch,) = DeviceLoader([rows(3, kind)], device, buckets=(4, 8), padding={0: 0, 1: -100})
     assert type(batch) is kind
     assert [tuple(x.shape) for x in batch] == [(2, 4), (2, 4), (2,)]
-
-
-def test_a_named_tuple_stays_one():
-    (batch,) = DeviceLoader([Batch(torch.ones(1, 3), 5)], "cpu", buckets=(4,), padding={0: 0})
-    assert (type(batch), batch.x.tolist(), batch.y) == (Batch, [[1, 1, 1, 0]], 5)
+    (named,) = DeviceLoader([Batch(torch.ones(1, 3), 5)], device, buckets=(4,), padding={0: 0})
+    assert (type(named), named.x.tolist(), named.y) == (Batch, [[1, 1, 1, 0]], 5)
 
 
 def test_lengths_of_a_loop_have_a_program_for_each_bucket():
@@ -193,15 +173,17 @@ def test_lengths_of_a_loop_have_a_program_for_each_bucket():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
+        *(({"prefetch": each}, "expected a number of batches, 1 or more") for each in (0, -1, 1.5, True)),
+        ({"device": 3.5}, r"DeviceLoader\(3.5\): expected a device"),
         ({"buckets": (4, 8)}, "expected both or neither"),
         ({"padding": {"ids": 0}}, "expected both or neither"),
         ({"buckets": (4, 8), "padding": {}}, "expected both or neither"),
         ({"buckets": 0, "padding": {"ids": 0}}, r"bucket_sizes\(0\): expected the longest extent"),
     ],
 )
-def test_buckets_that_say_too_little(options, match):
+def test_options_that_are_refused(options, match):
     with pytest.raises(ValueError, match=match):
-        DeviceLoader([], "cpu", **options)
+        DeviceLoader([], **{"device": "cpu", **options})
 
 
 @pytest.mark.parametrize(
@@ -218,9 +200,3 @@ def test_buckets_that_say_too_little(options, match):
 def test_a_batch_that_does_not_fit_raises_in_the_loop(batch, padding, match):
     with pytest.raises(ValueError, match=match):
         next(iter(DeviceLoader([batch], "cpu", buckets=(4, 8), padding=padding)))
-
-
-@pytest.mark.parametrize(("extent", "padded"), [(3, 4), (4, 4), (5, 8), (8, 8)])
-def test_a_tensor_is_padded_to_the_smallest_bucket_that_holds_it(extent, padded):
-    batch = xla_amp.pad_to_bucket(torch.ones(2, extent), sizes=(4, 8), dim=1, value=0.5)
-    assert batch.tolist() == [[1.0] * extent + [0.5] * (padded - extent)] * 2

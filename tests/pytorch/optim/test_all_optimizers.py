@@ -51,7 +51,7 @@ def looked_up(device):
     return model.to(device), x.to(device), torch.randn(8, 2).to(device)
 
 
-def train(device, optimizer_of, scaler, steps=STEPS, each=lambda: None, model_of=networks):
+def train(device, optimizer_of, scaler, steps=STEPS, each=xla_amp.sync, model_of=networks):
     model, x, y = model_of(device)
     optimizer = optimizer_of(model.parameters())
     poison = [torch.tensor(float("inf") if step in BAD else 1.0).to(device) for step in range(steps)]
@@ -195,6 +195,7 @@ def test_those_that_torch_steps_on_the_host_in_double(name, maximize):
                 parameter.grad = scaler.scale(torch.sin(parameter.detach() * 3 + step))
             scaler.step(optimizer)
             scaler.update()
+            xla_amp.sync()
         return [parameter.detach().cpu() for parameter in params]
 
     make = getattr(torch.optim, name)
@@ -235,6 +236,7 @@ def test_a_checkpoint_goes_on(name, places):
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
+            xla_amp.sync()
         return [parameter.detach().cpu() for parameter in model.parameters()]
 
     first, second, exact = made(source), made(target), made(devices["cpu"])

@@ -25,6 +25,7 @@ def parameters(device, dtype=torch.float32):
 
 def set_gradients(params, scaler, step, bad=False):
     """What a backward pass of a scaled loss leaves: gradients times the scale, one of them inf if `bad`."""
+    xla_amp.sync()  # each step is the same small program
     generator = torch.Generator().manual_seed(100 + step)
     one = torch.ones((), device=params[0].device)
     for parameter in params:
@@ -83,6 +84,7 @@ def test_torchs_scaler_does_not_wait_either(library, name, options):
             scaler.update()
     assert counts.host_syncs == 0
     assert_close(params, expected)
+    assert_close([params[0].grad], [expected[0].grad])  # unscaled in place, as torch does
 
 
 WITHOUT_A_READ = [
@@ -290,24 +292,6 @@ def test_float16_gradients(device):
     set_gradients(params, scaler, 0)
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
         scaler.unscale_(optimizer)
-
-
-def test_the_scale_keeps_its_bounds(device):
-    params = parameters(device)
-    scaler = GradScaler(device, init_scale=4.0, growth_interval=1, min_scale=3.0, max_scale=5.0)
-    assert train(scaler, torch.optim.SGD(params, lr=0.05), params, bad=(2,), steps=4) == [5.0, 5.0, 3.0, 5.0]
-
-
-def test_the_scale_stays_finite(device):
-    params = parameters(device)
-    scaler = GradScaler(device, init_scale=2.0**127, growth_interval=1)
-    optimizer = torch.optim.SGD(params, lr=0.0)
-    scaler.scale(torch.ones((), device=device))
-    for parameter in params:
-        parameter.grad = torch.zeros_like(parameter)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0**127
 
 
 def test_questions_before_and_after_an_iteration(device):

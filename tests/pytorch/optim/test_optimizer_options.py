@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import xla_amp
 from xla_amp import syncfree
 
 STEPS = 5
@@ -59,6 +60,7 @@ def run(make, dtype, device, kwargs, grouped, skips=False):
         for parameter in params:
             parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
         optimizer.step()
+        xla_amp.sync()  # one small program, instead of one of all steps
     states = [value for p in params for _, value in sorted(optimizer.state[p].items()) if torch.is_tensor(value)]
     return [value.detach().cpu().double() for value in (*params, *states)]
 

@@ -344,7 +344,7 @@ FRONTS = {
 
 # The same loops in each run; what fails is at most ten steps long, so it is not made shorter.
 RUNS = settings(
-    max_examples=10,
+    max_examples=6,
     stateful_step_count=10,
     deadline=None,
     derandomize=True,
