@@ -10,6 +10,7 @@ import tomllib
 
 import pytest
 
+from xla_amp import cli
 from xla_amp.common import files
 from xla_amp.errors import FileError, ModuleError, PolicyError
 from xla_amp.policy import load
@@ -101,15 +102,13 @@ def test_errors_and_reports_hold_no_codes_that_a_terminal_acts_on():
     assert not set(RED) & set("\x1b\x07\x9b") & set(shown)
 
 
-def test_the_command_prints_no_codes_from_a_program(tmp_path):
+def test_the_command_prints_no_codes_from_a_program(tmp_path, capsys):
     program = tmp_path / "\x1b[31m.mlir"
     program.write_text(LOOP)
-    done = subprocess.run(
-        [sys.executable, "-m", "xla_amp", "inspect", program], capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    assert "\\x1b[31m" in done.stdout
-    assert "\x1b" not in done.stdout + done.stderr
+    assert cli.main(["inspect", str(program)]) == 0
+    shown = capsys.readouterr()
+    assert "\\x1b[31m" in shown.out
+    assert "\x1b" not in shown.out + shown.err
 
 
 LOOP = """

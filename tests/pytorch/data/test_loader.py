@@ -140,8 +140,8 @@ def rows(length, kind=dict):
 
 
 def test_batches_are_padded_to_buckets(device):
-    found = list(DeviceLoader(map(rows, (3, 17, 33)), device, buckets=40, padding={"ids": 0, "labels": -100}))
-    assert [tuple(batch["ids"].shape) for batch in found] == [(2, 16), (2, 32), (2, 40)]
+    found = list(DeviceLoader(map(rows, (3, 16, 17, 40)), device, buckets=40, padding={"ids": 0, "labels": -100}))
+    assert [tuple(batch["ids"].shape) for batch in found] == [(2, 16), (2, 16), (2, 32), (2, 40)]
     assert found[0]["ids"].tolist() == [[7] * 3 + [0] * 13] * 2
     assert found[0]["labels"].tolist() == [[5] * 3 + [-100] * 13] * 2
     assert found[0]["kind"].tolist() == [1, 2]
