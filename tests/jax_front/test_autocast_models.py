@@ -111,8 +111,8 @@ def test_an_nnx_cnn_with_batch_norm():
     x, y = images()
     model = NnxCnn(nnx.Rngs(0))
     plain = nnx.clone(model)
-    value, gradients = nnx.value_and_grad(autocast(nnx_loss))(model, x, y)
-    expected, expected_gradients = nnx.value_and_grad(nnx_loss)(plain, x, y)
+    value, gradients = nnx.jit(nnx.value_and_grad(autocast(nnx_loss)))(model, x, y)
+    expected, expected_gradients = nnx.jit(nnx.value_and_grad(nnx_loss))(plain, x, y)
     assert abs(value - expected) < 1e-2 * expected
     assert cosine(gradients, expected_gradients) > 0.999
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}

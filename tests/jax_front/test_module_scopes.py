@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-import xla_amp
 from xla_amp import policy
+from xla_amp.common import events
+from xla_amp.common.events import DecisionRecord
 from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.jax import autocast
 
@@ -70,15 +71,15 @@ CASES: list[tuple[Callable[..., Any], Any]] = [
 ]
 
 
-def products(report: Any) -> list[tuple[str, str]]:
-    return [(each.module, each.used[0]) for each in report.records if each.operation == "matmul"]
+def products(records: list[DecisionRecord]) -> list[tuple[str, str]]:
+    return [(each.module, each.used[0]) for each in records if each.operation == "matmul"]
 
 
 @pytest.mark.parametrize(("function", "model"), CASES)
 def test_a_rule_reaches_the_module_that_reports_name(function: Any, model: Any) -> None:
-    with policy.override(RULE), xla_amp.explain() as report:
+    with policy.override(RULE), events.capture() as records:
         autocast(function, strict=True)(model, X)
-    found = products(report)
+    found = products(records)
     assert found[:3] == FORWARD
     assert all(used == ("float32" if module == "head" else "bfloat16") for module, used in found)
 
@@ -103,9 +104,9 @@ def test_a_slice_of_stacked_layers_is_named_by_its_class() -> None:
             return jax.lax.scan(body, x, self.layers)[0]
 
     layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 2, key=key))(jax.random.split(jax.random.key(0), 2))
-    with xla_amp.explain() as report:
+    with events.capture() as records:
         autocast(lambda x: Stack(layers)(x))(X[0])
-    assert {module for module, _ in products(report)} == {"Linear"}
+    assert {module for module, _ in products(records)} == {"Linear"}
 
 
 def test_classes_are_as_before() -> None:

@@ -12,8 +12,8 @@ import torch
 from jax import nn
 from torch.nn import functional as F
 
-import xla_amp
 from xla_amp import policy
+from xla_amp.common import events
 from xla_amp.errors import PolicyError
 from xla_amp.jax import autocast
 
@@ -38,9 +38,9 @@ def test_a_composite_computes_as_torchs_kernel(name: str, function: Any, of_torc
     if name == "softmax":
         cases += [(cast, torch.bfloat16, "bfloat16") for cast in ("keep", "promote")]
     for cast, given, result in cases:
-        with policy.override({name: cast}), xla_amp.explain() as report:
+        with policy.override({name: cast}), events.capture() as records:
             got = jax.jit(autocast(after_a_product, strict=True))(X, W)
-        (record,) = [each for each in report.records if each.layer == "override"]
+        (record,) = [each for each in records if each.layer == "override"]
         # A product that only a maximum reads on its way to the result keeps its float32 sums.
         read = "float32" if name == "relu" else "bfloat16"
         assert (record.cast, record.given[0], record.result) == (cast, read, (result,))
@@ -53,9 +53,9 @@ def test_a_composite_computes_as_torchs_kernel(name: str, function: Any, of_torc
 @pytest.mark.parametrize("name", ["relu6", "softplus", "elu", "leaky_relu", "mish"])
 def test_a_rule_finds_the_function(name: str) -> None:
     """Others are in test_one_rule_one_meaning.py."""
-    with policy.override({name: "low"}), xla_amp.explain() as report:
+    with policy.override({name: "low"}), events.capture() as records:
         jax.make_jaxpr(autocast(getattr(nn, name), strict=True))(X)
-    (record,) = [each for each in report.records if each.layer == "override"]
+    (record,) = [each for each in records if each.layer == "override"]
     assert record.result == ("bfloat16",)
 
 
@@ -87,28 +87,28 @@ def test_layers_of_flax_and_equinox() -> None:
     parameters = Model().init(jax.random.key(0), X)
     layer = equinox.nn.LayerNorm(8)
     rules: Any = {"layer_norm": "low"}
-    with policy.override(rules), xla_amp.explain() as report:
+    with policy.override(rules), events.capture() as records:
         jax.make_jaxpr(autocast(Model().apply, strict=True))(parameters, X)
         jax.make_jaxpr(autocast(lambda x: layer(x[0]), strict=True))(X)
-    norms = [each for each in report.records if each.operation == "layer_norm"]
+    norms = [each for each in records if each.operation == "layer_norm"]
     assert [set(each.used) for each in norms] == [{"bfloat16"}, {"bfloat16"}]
     assert [each.result for each in norms] == [("bfloat16",), ("bfloat16",)]
 
 
 def test_a_rule_for_a_part_does_not_reach_into_a_ruled_composite() -> None:
-    with policy.override({"softmax": "fp32", "exp": "low"}), xla_amp.explain() as report:
+    with policy.override({"softmax": "fp32", "exp": "low"}), events.capture() as records:
         jax.make_jaxpr(autocast(lambda x: jnp.exp(nn.softmax(x)), strict=True))(X)
-    decided = [(each.operation, each.used) for each in report.records if each.layer == "override"]
+    decided = [(each.operation, each.used) for each in records if each.layer == "override"]
     assert decided == [("softmax.int", ("float32",)), ("exp", ("bfloat16",))]
 
 
 def test_without_a_rule_the_parts_are_decided_as_before() -> None:
-    with xla_amp.explain() as report:
+    with events.capture() as records:
         jax.make_jaxpr(autocast(nn.softmax))(X)
-    assert "exp" in [each.operation for each in report.records]
-    with policy.override(exp="low"), xla_amp.explain() as report:
+    assert "exp" in [each.operation for each in records]
+    with policy.override(exp="low"), events.capture() as records:
         jax.make_jaxpr(autocast(nn.softmax, strict=True))(X)
-    assert [each.operation for each in report.records if each.layer == "override"] == ["exp"]
+    assert [each.operation for each in records if each.layer == "override"] == ["exp"]
 
 
 def test_a_banned_composite() -> None:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xla_amp
 from xla_amp import policy, stablehlo
+from xla_amp.common import events
 from xla_amp.errors import PolicyError
 from xla_amp.jax import autocast
 
@@ -124,10 +125,10 @@ def test_jax_computes_in_float32_and_stores_low_values(name: str) -> None:
     def after_a_product(x: Any) -> Any:
         return JAX_FUNCTIONS[name](x @ W)
 
-    with policy.override({name: "fp32_inside"}), xla_amp.explain() as report:
+    with policy.override({name: "fp32_inside"}), events.capture() as records:
         out, pull = jax.vjp(autocast(after_a_product, strict=True), X)
         inside = autocast(jax.grad(lambda x: after_a_product(x).sum()), strict=True)(X)
-    record = next(each for each in report.records if each.layer == "override")
+    record = next(each for each in records if each.layer == "override")
     assert (record.cast, record.given[0], record.used[0], record.result) == (
         "fp32_inside", "bfloat16", "float32", ("bfloat16",)
     )  # fmt: skip
@@ -141,6 +142,12 @@ def test_jax_computes_in_float32_and_stores_low_values(name: str) -> None:
         np.testing.assert_allclose(got, exact, atol=0.03 * float(jnp.abs(exact).max()) + 0.02)
 
 
+def weights(model: Any) -> Any:
+    """Positive ones, by their shapes: to draw them takes longer than the test."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0), X)
+    return jax.tree.map(lambda each: 0.5 + jnp.cos(jnp.arange(each.size) * 1.7).reshape(each.shape) / 3, shapes)
+
+
 def test_statistics_of_a_flax_norm_stay_float32() -> None:
     flax = pytest.importorskip("flax.linen")
 
@@ -149,17 +156,17 @@ def test_statistics_of_a_flax_norm_stay_float32() -> None:
         def __call__(self, x: Any) -> Any:
             return flax.Dense(4)(flax.BatchNorm(use_running_average=False)(flax.Dense(8)(x)))
 
-    variables = Model().init(jax.random.key(0), X)
+    variables = weights(Model())
 
     def apply(variables: Any, x: Any) -> Any:
         return Model().apply(variables, x, mutable=["batch_stats"])
 
-    with policy.override(batch_norm="fp32_inside"), xla_amp.explain() as report:
-        _, state = autocast(apply, strict=True)(variables, X * 3 + 1)
-    (record,) = [each for each in report.records if each.operation == "batch_norm"]
+    with policy.override(batch_norm="fp32_inside"), events.capture() as records:
+        _, state = jax.jit(autocast(apply, strict=True))(variables, X * 3 + 1)
+    (record,) = [each for each in records if each.operation == "batch_norm"]
     assert record.given[0] == "bfloat16"
     assert sorted(record.result) == ["bfloat16", "float32", "float32"]
-    _, exact = apply(variables, X * 3 + 1)
+    _, exact = jax.jit(apply)(variables, X * 3 + 1)
     for got, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(exact), strict=True):
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, wanted, rtol=0.01, atol=0.01)
@@ -201,7 +208,7 @@ def test_norm_and_log_softmax_of_stablehlo_in_parts(by: str) -> None:
             h = flax.BatchNorm(use_running_average=False)(flax.Dense(8)(x))
             return flax.Dense(4)(nn.log_softmax(flax.Dense(8)(h) + h))
 
-    variables = Model().init(jax.random.key(0), X)
+    variables = weights(Model())
 
     def apply(variables: Any, x: Any) -> Any:
         return Model().apply(variables, x, mutable=["batch_stats"])
@@ -222,7 +229,7 @@ def test_norm_and_log_softmax_of_stablehlo_in_parts(by: str) -> None:
     low = stablehlo.autocast(lowered, **given)
     assert "amp." not in low.text()
     got = module_runs.run(low.module, jax.tree.leaves((variables, X * 3 + 1)))
-    out, state = apply(variables, X * 3 + 1)
+    out, state = jax.jit(apply)(variables, X * 3 + 1)
     for one, exact in zip(got, jax.tree.leaves((out, state)), strict=True):
         assert one.dtype == np.float32
         np.testing.assert_allclose(one, exact, rtol=0.02, atol=0.02)
@@ -244,12 +251,12 @@ def test_products_with_float32_results() -> None:
     def function(x: Any, w: Any) -> Any:
         return jnp.tanh(x @ w) @ w.T
 
-    with policy.override(mm="low_fp32_out", tanh="keep"), xla_amp.explain() as report:
+    with policy.override(mm="low_fp32_out", tanh="keep"), events.capture() as records:
         out = autocast(function, strict=True)(X, W)
         gradient = jax.grad(lambda w: autocast(function, strict=True)(X, w).sum())(W)
-    products = [each for each in report.records if each.cast == "low_fp32_out"]
+    products = [each for each in records if each.cast == "low_fp32_out"]
     assert {(each.used, each.result) for each in products} == {(("bfloat16", "bfloat16"), ("float32",))}
-    tanh = next(each for each in report.records if each.operation == "tanh")
+    tanh = next(each for each in records if each.operation == "tanh")
     assert tanh.given == ("float32",)
     converted = stablehlo.autocast(jax.jit(function).lower(X, W), rules={"mm": "low_fp32_out"}, strict=True)
     decided = [(each.after, *each.result) for each in converted.report.operations if each.cast == "low_fp32_out"]
