@@ -10,6 +10,11 @@ import jax
 
 def contractions(function: Any, *args: Any) -> collections.Counter[tuple[str, str]]:
     """Operand dtypes of every dot and convolution in the StableHLO of ``jit(function)``, called functions included."""
+    return contractions_of(jax.jit(function).lower(*args))
+
+
+def contractions_of(lowered: Any) -> collections.Counter[tuple[str, str]]:
+    """Those of a program that is lowered."""
     from jaxlib.mlir import ir
 
     found: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -21,6 +26,5 @@ def contractions(function: Any, *args: Any) -> collections.Counter[tuple[str, st
             found[left, right] += 1
         return ir.WalkResult.ADVANCE
 
-    module = jax.jit(function).lower(*args).compiler_ir("stablehlo")
-    module.operation.walk(look)
+    lowered.compiler_ir("stablehlo").operation.walk(look)
     return found

@@ -75,7 +75,7 @@ class Net(nn.Module):
         return nn.Dense(1, name="head")(nn.Dense(8, name="scores")(x))[..., 0].mean()
 
 
-NET, TX = Net(), optax.adam(1e-3)
+NET, TX = Net(), optax.sgd(1e-3, momentum=0.9)
 TOKENS = jnp.arange(12).reshape(4, 3)
 BAD, RARE = 7, 49
 

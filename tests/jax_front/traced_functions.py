@@ -64,20 +64,8 @@ def row(weights: Any = square, x: Any = batch, **settings: Any) -> Callable[[Any
 
 
 @row(two)
-def relu_layers(p, x):
-    return jax.nn.relu(x @ p["w"] + p["b"]) @ p["v"]
-
-
-@row(two)
 def softmax_mixture(p, x):
     return jax.nn.softmax(x @ p["w"]) @ p["v"]
-
-
-@row(two)
-def layer_norm(p, x):
-    h = x @ p["w"]
-    h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-3)
-    return (h * (1 + p["b"])) @ p["v"]
 
 
 @row(two, x=lambda random: array(random, 2, 6, DEPTH, scale=1))
@@ -86,12 +74,6 @@ def masked_attention(p, x):
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2
     scores = jnp.where(jnp.tril(jnp.ones((6, 6), bool)), scores, jnp.finfo(scores.dtype).min)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
-
-
-@row(x=lambda random: array(random, 2, 3, DEPTH, scale=1))
-def batched_einsum(p, x):
-    y = jnp.einsum("bij,jk->bik", x, p["w"])
-    return jnp.einsum("bik,blk->bil", y, x)
 
 
 @row(two)
@@ -272,13 +254,6 @@ def forward_mode_inside(p, x):
     return jax.jvp(lambda x: jnp.tanh(x @ p["w"]), (x,), (jnp.tanh(x @ p["v"]),))[1]
 
 
-@row(two, wide="enabled=False")
-def switched_off_inside(p, x):
-    from xla_amp.jax import autocast
-
-    return autocast(lambda x: x @ p["v"], enabled=False)(jnp.tanh(x @ p["w"]))
-
-
 @row(
     lambda random: {"w": array(random, 3, DEPTH, DEPTH, scale=0.4)},
     lambda random: array(random, 6, DEPTH, scale=1),
@@ -306,22 +281,3 @@ def flash_attention(p, x):
     sizes = attention.BlockSizes(block_q=16, block_k=16, block_q_dkv=16, block_kv_dkv=16, block_q_dq=16, block_kv_dq=16)
     q, k, v = ((x @ p[name]).reshape(1, 32, 1, 16) for name in ("q", "k", "v"))
     return attention.mha(q, k, v, None, sm_scale=0.25, block_sizes=sizes, interpret=True)
-
-
-def sequence(random: np.random.RandomState) -> Any:
-    return array(random, 2, 6, 16, scale=1)
-
-
-def _flax_block() -> Any:
-    from networks_jax import Block
-
-    return Block(heads=2)
-
-
-def _flax_weights(random: np.random.RandomState) -> Any:
-    return _flax_block().init(jax.random.key(0), jnp.asarray(sequence(random)))
-
-
-@row(_flax_weights, sequence)
-def flax_transformer_block(p, x):
-    return _flax_block().apply(p, x)

@@ -22,6 +22,8 @@ from xla_amp.jax import autocast
 # Name, cast, and what the message says: what came, and what to type instead.
 MALFORMED = [
     ("sofmax", "fp32", "unknown operation 'sofmax'; nearest: softmax"),
+    ("dot_genral", "fp32", "unknown operation 'dot_genral'; nearest: dot_general"),
+    ("exponentail", "fp32", "unknown operation 'exponentail'; nearest: exponential"),
     ("softmax.intt", "fp32", "unknown operation 'softmax.intt'; nearest: softmax.int"),
     ("torch.mm", "low", "unknown operation 'torch.mm': write it without the library, 'mm'"),
     ("nn.Linear", "low", "unknown operation 'nn.Linear': write it without the library, 'linear'"),
@@ -32,6 +34,7 @@ MALFORMED = [
     ("module:", "low", "'module:' names no module; write its path, e.g. \"module:*.attention\""),
     ("module:*.head", "fp32_inside", 'end the pattern in one that can, e.g. "module:*.head.softmax", or give it'),
     ("transpose", "low", "operation 'transpose' takes no rule: it shares memory with its operand"),
+    ("broadcast_in_dim", "fp32", "takes no rule"),
     ("add_", "low", "operation 'add_' never autocasts: only out-of-place forward operations do, e.g. 'add'"),
     (
         "mylib::",

@@ -251,11 +251,3 @@ def test_names_that_a_front_cannot_tell_apart_must_agree() -> None:
         pytest.raises(PolicyError, match=r"the same as .*linear.*rules of one layer that disagree: .*linear = fp32"),
     ):
         jax.make_jaxpr(autocast(jnp.matmul))(x, x)
-
-
-def test_errors_name_the_nearest_of_all_vocabularies() -> None:
-    for wrong, right in (("dot_genral", "dot_general"), ("exponentail", "exponential"), ("sofmax", "softmax")):
-        with pytest.raises(PolicyError, match=f"unknown operation '{wrong}'; nearest: {right}"):
-            policy.override({wrong: "fp32"})
-    with pytest.raises(PolicyError, match="takes no rule"):
-        policy.override({"broadcast_in_dim": "fp32"})

@@ -12,27 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from test_malformed_and_ineffective import W, X, in_jax, in_stablehlo, step
 
 import xla_amp
 from xla_amp import policy, stablehlo
 from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.jax import autocast
-
-X, W = jnp.full((4, 8), 0.1), jnp.full((8, 8), 0.3)
-
-
-def step(x: Any, w: Any) -> Any:
-    return jnp.tanh(x @ w).sum(0)
-
-
-def in_jax(rules: Any, *, strict: bool = False) -> None:
-    with policy.override(rules):
-        jax.make_jaxpr(autocast(step, strict=strict))(X, W)
-
-
-def in_stablehlo(rules: Any, *, strict: bool = False) -> None:
-    stablehlo.autocast(jax.jit(step).lower(X, W), rules=rules, strict=strict)
-
 
 FRONTS = pytest.mark.parametrize("front", [in_jax, in_stablehlo])
 # Rules, and what the report says; empty where they act.

@@ -105,10 +105,3 @@ def test_a_log_softmax_with_a_symbolic_batch() -> None:
 def test_a_ban_names_the_function() -> None:
     with pytest.raises(PolicyError, match=r"silu: .*bans it"):
         decided({"silu": "ban"})
-
-
-@pytest.mark.parametrize("rules", [{"gelu": "fp32"}, {"logsumexp": "low"}, {"softmax": "low"}])
-def test_what_is_not_found_is_refused_by_name(rules: Any) -> None:
-    program = jax.jit(lambda x: jax.nn.gelu(jax.nn.softmax(x))).lower(X)
-    with pytest.raises(PolicyError, match=r"StableHLO programs contain only its parts.*name the parts"):
-        autocast(program, rules=rules)
