@@ -45,10 +45,13 @@ class Failure:
     message: str
 
 
-def samples(op: OpInfo, count: int | None, dtype: torch.dtype = torch.float32) -> list[tuple[int, SampleInput]]:
+def samples(
+    op: OpInfo, count: int | None, dtype: torch.dtype = torch.float32, least: int = 0
+) -> list[tuple[int, SampleInput]]:
     """(number, sample): all of an entry's in a dtype, or the `count` that have the most forms of arguments together.
 
-    Of an entry without float32 its first dtype instead; of one without another dtype none.
+    With `least`, fewer where another one would add fewer forms.  Of an entry without float32 its first dtype instead;
+    of one without another dtype none.
     """
     torch.manual_seed(0)
     if dtype not in op.dtypes and op.dtypes:
@@ -65,6 +68,8 @@ def samples(op: OpInfo, count: int | None, dtype: torch.dtype = torch.float32) -
     chosen: list[int] = []
     for _ in range(count):
         best = max(forms, key=lambda number: len(forms[number]))
+        if chosen and len(forms[best]) < least:
+            break
         chosen.append(best)
         seen = forms.pop(best)
         forms = {number: left - seen for number, left in forms.items()}
@@ -220,23 +225,26 @@ def outcomes(
     count: int | None,
     closeness: Callable[[str, SampleInput], Close],
     dtype: torch.dtype = torch.float32,
+    least: int = 0,
 ) -> dict[str, Outcome]:
     """The outcome of each entry by the comparison that `closeness` gives for its samples; one program for all.
 
-    Operands of the second sample have gaps on the device.
+    Operands of the second sample have gaps on the device; those of the first where `least` leaves no second.
     """
     found = {name: Outcome() for name in ops}
     recorded: list[tuple[str, int, Close, dict[str, Any], dict[str, Any]]] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated operations warn on every device
         for name, op in ops.items():
-            for number, sample in samples(op, count, dtype):
+            chosen = samples(op, count, dtype, least)
+            gapped = 1 if least and len(chosen) == 1 else 2
+            for number, sample in chosen:
                 if dtype is not torch.float32 and not _accepts(op, sample):
                     continue
                 found[name].ran += 1
                 try:
-                    of_memory = name.startswith("as_strided")  # what their operands have between the elements
-                    got = evaluate(op, sample, device, gaps=found[name].ran == 2 and not of_memory)
+                    of_memory = name.startswith(("as_strided", "view_as_complex"))  # they see what is between elements
+                    got = evaluate(op, sample, device, gaps=found[name].ran == gapped and not of_memory)
                 except Exception as error:
                     message = f"{type(error).__name__}: {error}"
                     found[name].failed.append(Failure(sample=number, stage="raises", message=message))
