@@ -65,17 +65,31 @@ def _rows(item: pytest.Function) -> Iterator[Hashable]:
     yield from ((name, repr(value)) for name, value in params.items())
 
 
+def _is_one_more_dtype(item: pytest.Function) -> bool:
+    """Whether the item's dtype is neither the first of its test nor the first of 16 bits."""
+    for mark in item.iter_markers("parametrize"):
+        if mark.args[:1] == ("dtype",):
+            dtypes = [row.values[0] if hasattr(row, "values") else row for row in mark.args[1]]
+            kept = [*dtypes[:1], *[dtype for dtype in dtypes if "float16" in str(dtype)][:1]]
+            return not any(item.callspec.params["dtype"] is dtype for dtype in kept)
+    return False
+
+
 def _is_on_the_cpu(item: pytest.Function) -> bool:
     return any(str(item.callspec.params.get(name)) == "cpu" for name in ("device", "where"))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as ``full`` what crosses rows: of a matrix the default run has each row of each side.
+    """Marks as ``full`` what is one more row of the same.
 
-    First come items with new rows only, which is a diagonal of the matrix, then those with a new row beside others; the
-    rest is one more combination of them.  The CPU comes last: the XLA device has all rows of a test that runs on both.
+    Of dtypes the default run has the first and the first of 16 bits, of a matrix each row of each side.  Of a matrix
+    come first items with new rows only, which is a diagonal, then those with a new row beside others; the rest is one
+    more combination of them.  The CPU comes last: the XLA device has all rows of a test that runs on both.
     """
+    for item in items:
+        if hasattr(item, "callspec") and _is_one_more_dtype(item):
+            item.add_marker("full")
     seen: dict[str, set[Hashable]] = collections.defaultdict(set)
     crossed = [
         (item, set(_rows(item)), seen[item.nodeid.partition("[")[0]])

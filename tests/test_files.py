@@ -125,7 +125,7 @@ func.func public @main(%x: tensor<f32>) -> tensor<f32> {
 
 def test_an_endless_loop_ends_at_a_limit(tmp_path):
     (tmp_path / "loop.mlir").write_text(LOOP)
-    command = [sys.executable, "-m", "xla_amp", "compare", "loop.mlir", "loop.mlir", "--timeout", "4"]
+    command = [sys.executable, "-m", "xla_amp", "compare", "loop.mlir", "loop.mlir", "--timeout", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert done.returncode == 124
-    assert "compare has not ended within 4 s; a program may hold an endless loop" in done.stderr
+    assert "compare has not ended within 2 s; a program may hold an endless loop" in done.stderr
