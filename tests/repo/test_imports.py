@@ -1,0 +1,172 @@
+"""Importing the package loads no library, prints nothing, patches nothing, starts no device, and needs no torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import xla_amp
+import xla_amp.jax
+
+PLUGIN_LOGS = ("All log messages before absl::InitializeLog()", "cudart_stub.cc")
+
+
+def printed(program: str, **where: str) -> str:
+    """What a fresh interpreter prints for a program, with JAX's platform one that does not exist unless given.
+
+    So starting any JAX device is an error.  XLA's CUDA plugin logs at ``import jax`` where there is no GPU; those lines
+    are left out.
+    """
+    environment = {**os.environ, "JAX_PLATFORMS": "none_shall_start", **where}
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert run.returncode == 0, run.stderr
+    logged = [line for line in run.stderr.splitlines() if not any(words in line for words in PLUGIN_LOGS)]
+    return "\n".join([run.stdout.strip(), *logged]).strip()
+
+
+LIGHT = """
+    import sys
+
+    for statement in (
+        "import xla_amp",
+        "import xla_amp.common.config, xla_amp.common.events, xla_amp.common.loss_scaling, xla_amp.policy",
+        "xla_amp.policy.load('tpu').decide('mm')",
+        "import xla_amp.tools.search",
+        "import xla_amp.jax",
+        "from xla_amp import cli; cli.parser()",
+    ):
+        exec(statement)
+        loaded = {"jax", "jaxlib", "numpy", "torch", "torch_xla"}.intersection(sys.modules)
+        assert not loaded, (statement, loaded)
+"""
+
+
+def test_the_package_loads_no_library_and_prints_nothing():
+    assert printed(LIGHT) == ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (LIGHT.replace('"import xla_amp"', '"import xla_amp, numpy"'), "import xla_amp, numpy"),
+        ("import jax; jax.devices()", "none_shall_start"),
+    ],
+)
+def test_the_checks_can_fail(program, message):
+    with pytest.raises(AssertionError, match=message):
+        printed(program)
+
+
+def test_a_module_may_be_the_first_to_load_torch():
+    # torch loads `xla_amp.autoload` in its own import, when this module is not complete.
+    assert printed("from xla_amp.backends import base; print(base.LAZY)") == "jax"
+
+
+# Everything a library could leave changed behind: functions and classes of torch and JAX by identity, the
+# environment, and global switches by value.
+SNAPSHOT = """
+    import os, sys
+    import torch, torch.nn, torch.optim, torch.amp, torch.utils.data, torch.serialization, jax, jax.numpy
+
+    def snapshot():
+        state = {}
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in ("torch", "jax") and module is not None:
+                for key, value in list(vars(module).items()):
+                    if callable(value):
+                        state[name, key] = id(value)
+        for kind in (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.UntypedStorage):
+            state.update({(kind, key): id(value) for key, value in list(vars(kind).items())})
+            state[kind] = sorted(vars(kind))
+        state["environ"] = dict(os.environ)
+        state["x64"] = jax.config.jax_enable_x64
+        state["swap"] = torch.__future__.get_swap_module_params_on_conversion()
+        state["privateuse1"] = torch._C._get_privateuse1_backend_name()
+        state["dtype"] = torch.get_default_dtype()
+        return state
+
+    before = snapshot()
+    import xla_amp
+    from types import ModuleType
+
+    for name in xla_amp.__all__:
+        if isinstance(found := getattr(xla_amp, name), ModuleType):
+            exec(f"import xla_amp.{name} as imported")
+            assert imported is found, name
+    from xla_amp.metrics import report, reset
+    import xla_amp.metrics as imported
+    assert imported is xla_amp.metrics
+    after = snapshot()
+    print(sorted(str(key) for key in before if before[key] != after.get(key)))
+    print(sorted(xla_amp.metrics())[0], report().split()[0])
+"""
+
+
+def test_loading_every_public_name_patches_nothing_and_each_module_has_its_documented_name():
+    assert printed(SNAPSHOT).splitlines() == ["[]", "compilations executions"]
+
+
+REFUSE_TORCH = """
+    import sys
+
+    class Refuse:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == "torch":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    sys.meta_path.insert(0, Refuse())
+"""
+
+
+def test_jax_and_stablehlo_run_without_torch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = printed(
+        f"""{REFUSE_TORCH}
+    import inspect, pydoc
+    import jax, jax.numpy as jnp
+    import xla_amp
+    from xla_amp import cli
+
+    x = jnp.ones((8, 8))
+    with xla_amp.explain() as report:
+        assert xla_amp.jax.autocast(lambda x: x @ x, policy="tpu")(x).dtype == "float32"
+    assert report.records[0].used == ("bfloat16", "bfloat16")
+    scale = xla_amp.jax.LossScale.dynamic()
+    assert xla_amp.jax.value_and_grad(lambda x: (x @ x).sum())(scale, x).grads.dtype == "float32"
+    assert {{"xla_amp.lowering.families", "xla_amp.lowering.math"}}.isdisjoint(sys.modules)
+    xla_amp.lowering.table()
+    with open("in.mlir", "w") as file:
+        file.write(jax.jit(lambda x: x @ x).lower(x).as_text())
+    for line in ("convert in.mlir -o out.mlir", "inspect out.mlir", "compare in.mlir out.mlir", "policy show tpu"):
+        assert cli.main(line.split()) == 0, line
+
+    # What needs torch says so and is not listed; the rest is.
+    exec("from xla_amp import *; from xla_amp.jax import *; assert autocast is xla_amp.jax.autocast")
+    for module in (xla_amp, xla_amp.jax, xla_amp.integrations):
+        assert pydoc.render_doc(module)
+        assert "autocast" in dict(inspect.getmembers(module)) or module is not xla_amp.jax
+        assert "GradScaler" not in dir(module)
+    for module, names in ((xla_amp, {xla_amp.__all__}), (xla_amp.jax, {xla_amp.jax.__all__})):
+        for name in names:
+            try:
+                getattr(module, name)
+            except ImportError as error:
+                full = f"{{module.__name__}}.{{name}}"
+                assert str(error) == f"{{full}} needs PyTorch, which is not installed: pip install 'xla-amp[torch]'"
+                print("needs", full)
+    assert all(hasattr(xla_amp.stablehlo, name) for name in xla_amp.stablehlo.__all__)
+    assert not [name for name in sys.modules if name.partition(".")[0] == "torch"]
+    """,
+        JAX_PLATFORMS="cpu",
+    )
+    assert "agree" in found
+    refused = {line.removeprefix("needs ") for line in found.splitlines() if line.startswith("needs ")}
+    assert {"xla_amp.autocast", "xla_amp.GradScaler", "xla_amp.syncfree", "xla_amp.jax.torch_function"} <= refused
+    free = ("errors", "explain", "jax", "lowering", "policy", "stablehlo", "jax.autocast")
+    assert refused.isdisjoint(f"xla_amp.{name}" for name in free)
