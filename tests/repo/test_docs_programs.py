@@ -1,4 +1,4 @@
-"""Every block of Python in docs/ runs: what a page leaves to the reader's program is in `SETUPS` here."""
+"""The Python of README, CONTRIBUTING.md and docs/ runs: what a page leaves to the reader is in `SETUPS` here."""
 
 from __future__ import annotations
 
@@ -7,18 +7,10 @@ import os
 import re
 from pathlib import Path
 
+import docs_figures
 import forked
 import pytest
-from source_tree import ROOT
-
-ELSEWHERE = {
-    "install": "test_docs_pages",
-    "migration": "test_docs_pages",
-    "pytorch": "test_docs_pages",
-    "recipes": "test_recipes",
-    "tutorial": "test_docs_pages",
-}
-"""Page -> test that runs its blocks and compares what they print."""
+from source_tree import ROOT, python_blocks
 
 TORCH = """
 import torch, xla_amp
@@ -29,6 +21,18 @@ loss_fn = torch.nn.functional.cross_entropy
 loader = [(torch.ones(8, 8).to(device), torch.zeros(8, dtype=torch.int64).to(device)) for _ in range(3)]
 """
 SETUPS: dict[str, str] = {
+    "install": "",
+    "pytorch": TORCH,
+    "recipes": "",
+    "migration": TORCH
+    + """
+import os
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+x = torch.randn(2, 8)
+loader = [(x, torch.tensor([1, 3]))]
+__name__ = "docs"  # only defines what processes would run
+""",
+    "tutorial": "",
     "compile": TORCH + "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)",
     "distributed": TORCH
     + """
@@ -70,53 +74,178 @@ train_loader = validation_loader = torch.utils.data.DataLoader([(torch.ones(8), 
 }
 """Page -> the reader's program around its blocks."""
 
+COUNTED = """
+counting = xla_amp.testing.counts()
+seen = counting.__enter__()
+---
+counting.__exit__(None, None, None)
+xla_amp.sync(wait=True)
+"""
+
+CHECKS = {
+    "recipes: Clip gradients": "---\nassert sum(p.grad.square().sum().item() for p in model.parameters()) <= 1.001",
+    "recipes: Accumulate gradients": COUNTED + "assert seen.host_syncs == 0 and seen.executions <= 2",
+    "recipes: Gradient penalty": COUNTED + "assert seen.host_syncs == 0\nassert (norm > 0).item()",
+    "recipes: Several models, losses and optimizers": COUNTED + "assert seen.host_syncs == 0",
+    "recipes: Custom autograd functions": """---
+product.sum().backward()
+assert x.grad.dtype == weight.grad.dtype == torch.float32 and weight.grad.abs().sum().item() > 0
+""",
+    "recipes: Save and resume": """
+dropped = nn.Dropout(0.5)
+---
+def steps():
+    for x, y in loader:
+        optimizer.zero_grad()
+        with xla_amp.autocast(device, dtype=torch.float16):
+            loss = cross_entropy(model(dropped(x)), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [p.detach().cpu() for p in model.parameters()]
+went_on = steps()
+for where in ("cpu", device):
+    state = torch.load("last.pt", map_location=where)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).to(device)
+    optimizer = xla_amp.syncfree.AdamW(model.parameters(), lr=1e-3)
+    scaler = xla_amp.GradScaler(device)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    scaler.load_state_dict(state["scaler"])
+    torch.jax.set_rng_state(state["random"][1].cpu())
+    assert all(map(torch.equal, went_on, steps()))
+""",
+    "recipes: Learning-rate schedules": COUNTED
+    + """
+assert seen.host_syncs == 0
+with xla_amp.testing.counts() as again:
+    for x, y in loader:
+        optimizer.zero_grad()
+        with xla_amp.autocast(device, dtype=torch.float16):
+            loss = cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+    xla_amp.sync(wait=True)
+assert again.compilations == 0 and optimizer.param_groups[0]["lr"] < 1e-3
+""",
+    "recipes: Evaluation": """
+xla_amp.sync(wait=True)
+counting = xla_amp.testing.counts()
+seen = counting.__enter__()
+---
+counting.__exit__(None, None, None)
+assert seen.host_syncs == 1 and seen.compilations <= 2, seen
+""",
+    "recipes: Packed sequences": """---
+assert output.shape == (3, 5, 16) and lengths.tolist() == [5, 2, 3]
+xla_amp.sync(wait=True)
+with xla_amp.testing.counts() as seen, xla_amp.autocast(device):
+    packed = pack_padded_sequence(texts, torch.tensor([4, 5, 1]), batch_first=True, enforce_sorted=False)
+    output, lengths = pad_packed_sequence(lstm(packed)[0], batch_first=True, total_length=5)
+    xla_amp.sync()
+assert seen.compilations == 0 and seen.host_syncs == 0, seen
+""",
+    "recipes: Flax linen": "---\nassert loss.dtype == 'float32' and loss_scale.skipped <= 1",
+    "recipes: Equinox": "---\nassert loss.dtype == 'float32'",
+    "recipes: Gradient penalty in JAX": "---\nassert bool(finite) and grads.dtype == 'float32'",
+    "recipes: Save and resume in JAX": """---
+with open("last.pickle", "rb") as file:
+    saved = pickle.load(file)
+assert saved["loss_scale"].value == loss_scale.value
+""",
+    "migration: Gaudi": "---\nassert (y.dtype, weights.dtype) == (torch.bfloat16, 'float32') and loss.item() > 0",
+}
+"""Page and heading -> what runs around its blocks: before and after the line of dashes."""
+
 PROGRAM = """
 import json, os, sys
 pages = json.loads(sys.argv[1])
 os.chdir(sys.argv[2])
-for page, (setup, *blocks) in pages.items():
+for page, (setup, blocks) in pages.items():
     scope = {"__name__": "page"}
     exec(compile(setup, f"setup of {page}", "exec"), scope)
-    for number, block in enumerate(blocks):
-        exec(compile(block, f"{page}.md, block {number}", "exec"), scope)
-    print("ran", page, len(blocks))
+    for heading, block, check in blocks:
+        before, _, after = check.partition("---")
+        exec(before, scope)
+        exec(compile(block, f"{page}.md, {heading}", "exec"), scope)
+        exec(after, scope)
+    print("ran", page)
 """
 RULES = 'extends = "tpu"\n\n[[rule]]\ncast = "fp32"\nwhy = "An example."\nsource = "a test"\noperations = ["tanh"]\n'
+PARTS = re.compile(r"^#+ ([^\n]+)$|^```(python(?! title=\"before\")[^\n]*|diff)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def blocks(page: str) -> list[str]:
-    """The programs of a page, also those that a diff makes; what a reader replaces is marked ``title="before"``."""
-    text = (ROOT / "docs" / f"{page}.md").read_text()
-    found = re.findall(r"^```(python(?! title=\"before\")[^\n]*|diff)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return [_after(block) if kind == "diff" else block for kind, block in found]
+def blocks(page: str) -> list[tuple[str, str, str]]:
+    """(heading, program, check) of a page's blocks, also those that a diff makes, but what a reader replaces."""
+    found, heading = [], ""
+    for title, kind, block in PARTS.findall((ROOT / "docs" / f"{page}.md").read_text()):
+        heading = title or heading
+        if block:
+            found.append((heading, _after(block) if kind == "diff" else block, CHECKS.get(f"{page}: {heading}", "")))
+    return found
 
 
 def _after(diff: str) -> str:
     return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith("-")) + "\n"
 
 
-def ran(pages: list[str], folder: Path, **environment: str) -> dict[str, int]:
-    """Page -> number of its blocks that ran, all in one process in `folder`."""
+def run(folder: Path, *pages: str, devices: int = 1) -> str:
+    """What the blocks of pages print, all in one process in `folder`: also what their comments say."""
     for name in ("mine.toml", "rules.toml"):
         (folder / name).write_text(RULES)
-    given = {page: [SETUPS[page], *blocks(page)] for page in pages}
-    done = forked.run(json.dumps(given), folder, program=PROGRAM, environment={**os.environ, **environment})
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    given = {page: [SETUPS[page], blocks(page)] for page in pages}
+    done = forked.run(json.dumps(given), folder, program=PROGRAM, environment={**os.environ, "XLA_FLAGS": flags})
     assert done.returncode == 0, done.stderr[-3000:]
-    return {page: int(count) for page, count in re.findall(r"^ran (\S+) (\d+)$", done.stdout, re.MULTILINE)}
+    printed = re.split(r"^ran .+\n", done.stdout, flags=re.MULTILINE)
+    for page, text in zip(pages, printed[:-1], strict=True):
+        program = "".join(block for _, block, _ in blocks(page))
+        comments = re.findall(r"^ *print\(.*\)  # (?!the |products,)([\w.]+)", program, re.MULTILINE)
+        assert [word for word in comments if not re.search(rf"^{re.escape(word)}", text, re.MULTILINE)] == [], page
+    return done.stdout
+
+
+@pytest.mark.parametrize("program", python_blocks("README.md") + python_blocks("CONTRIBUTING.md"))
+def test_a_whole_program_runs_as_printed(program):
+    done = forked.run(program=program, warnings="error")
+    assert done.returncode == 0, done.stderr
+    assert ("print(" in program) == bool(done.stdout)
 
 
 def test_every_page_with_python_is_run():
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"../lowering/README"}
-    assert {page for page in pages if blocks(page)} == set(SETUPS) | set(ELSEWHERE)
+    assert {page for page in pages if blocks(page)} == set(SETUPS)
+    headings = {f"{page}: {heading}" for page in SETUPS for heading, _, _ in blocks(page)}
+    assert set(CHECKS) - headings == set()
 
 
 @pytest.mark.full
 def test_on_one_device(tmp_path):
-    pages = [page for page in SETUPS if page != "distributed"]
-    assert ran(pages, tmp_path) == {page: len(blocks(page)) for page in pages}
+    run(tmp_path, *(page for page in SETUPS if page not in ("distributed", "tutorial")))
 
 
 @pytest.mark.full
 def test_on_eight_devices(tmp_path):
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    assert ran(["distributed"], tmp_path, XLA_FLAGS=flags) == {"distributed": 6}
+    run(tmp_path, "distributed", devices=8)
+
+
+@pytest.mark.full
+def test_the_tutorial_trains_in_every_step(tmp_path):
+    printed = run(tmp_path, "tutorial", devices=2)
+    rows = re.findall(r"^(.+): (\d.+) to ([\d.]+)", printed, re.MULTILINE)
+    losses = {name: (float(first), float(last)) for name, first, last in rows}
+    assert list(losses) == ["float32", "bfloat16", "float16", "captured", "2 devices"]
+    first, last = losses["float32"]
+    for start, end in losses.values():
+        assert start == pytest.approx(first, rel=0.01)
+        assert end == pytest.approx(last, rel=0.1)
+        assert end < start
+    assert losses["captured"] == pytest.approx(losses["bfloat16"], rel=1e-3)
+    assert int(re.search(r"(\d+) replays", printed)[1]) > 0
+
+
+def test_every_step_of_the_tutorial_has_a_figure():
+    figures = docs_figures.TUTORIAL.read_text().partition("<!-- figures")[2]
+    assert re.findall(r"^\| (.+?) \| [\d.]+ \| [\d.]+ \|$", figures, re.MULTILINE) == list(docs_figures.TUTORIAL_STEPS)
