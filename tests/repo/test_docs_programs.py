@@ -174,6 +174,8 @@ for page, (setup, blocks) in pages.items():
     print("ran", page)
 """
 RULES = 'extends = "tpu"\n\n[[rule]]\ncast = "fp32"\nwhy = "An example."\nsource = "a test"\noperations = ["tanh"]\n'
+PROSE = ("jax", "tools")
+"""Pages whose comments at prints are words about the output, not its start."""
 PARTS = re.compile(r"^#+ ([^\n]+)$|^```(python(?! title=\"before\")[^\n]*|diff)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -201,8 +203,10 @@ def run(folder: Path, *pages: str, devices: int = 1) -> str:
     assert done.returncode == 0, done.stderr[-3000:]
     printed = re.split(r"^ran .+\n", done.stdout, flags=re.MULTILINE)
     for page, text in zip(pages, printed[:-1], strict=True):
+        if page in PROSE:
+            continue
         program = "".join(block for _, block, _ in blocks(page))
-        comments = re.findall(r"^ *print\(.*\)  # (?!the |products,)([\w.]+)", program, re.MULTILINE)
+        comments = re.findall(r"^ *print\(.*\)  # (?!the )([\w.]+)", program, re.MULTILINE)
         assert [word for word in comments if not re.search(rf"^{re.escape(word)}", text, re.MULTILINE)] == [], page
     return done.stdout
 
