@@ -59,6 +59,7 @@ def test_readme_commands_make_an_environment_and_use_it(name):
         ci_commands.command(name, f"```\n{command}\n{command}\n```")
 
 
+@pytest.mark.full
 def test_the_figure_is_that_of_its_script():
     assert docs_figures.STEP.read_text() == docs_figures.svg(), "run scripts/docs_figures.py step"
 

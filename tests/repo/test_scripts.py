@@ -26,17 +26,6 @@ def test_versions_are_within_the_bounds_of_pyproject():
     assert {row.python for row in check_versions.MATRIX} == {"3.11", "3.12", "3.13"}
 
 
-def test_the_table_of_versions_has_each_row_and_what_failed():
-    counts = check_versions.counts("...\n= 1 failed, 12 passed, 2 errors in 62.00s (0:01:02) =\n")
-    assert counts == {"failed": 1, "passed": 12, "error": 2}
-    versions = {"python": "3.12", "torch": "2.13", "jax": "0.10"}
-    found = {"versions": versions, "counts": counts, "tests": "one", "failed": ["a.py::test_two"]}
-    table = check_versions.table({"pinned": {**found, "date": "2026-01-01", "commit": "c0ffee"}})
-    assert "| pinned | 3.12 | 2.13 | 0.10 | one | 12 | 1 | 2 | 0 |" in table
-    assert "- pinned: `a.py::test_two`" in table
-    assert "| newest | 3.13 | 2.15 | 0.12 | not run |" in table
-
-
 def test_parts_of_a_hardware_day_name_files_that_exist():
     words = {word for part in hardware_day.PARTS for command in (part.command, part.dry) for word in command}
     paths = [word for word in words if word.startswith(("tests/", "benchmarks/", "examples/"))]
