@@ -99,6 +99,12 @@ def modules(root: Path = ROOT) -> dict[str, str]:
     return {module_name(path): path for path in python_files(root) if path.startswith(("xla_amp/", "lowering/"))}
 
 
+@functools.cache
+def nodes(source: str) -> list[ast.AST]:
+    """The nodes of a source's tree, each once, the module first."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
     """The sets of modules that import each other, directly or through others, each sorted."""
     reached: dict[str, set[str]] = {}
@@ -115,20 +121,24 @@ def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
     return [list(group) for group in sorted(groups)]
 
 
+def package_of(module: str) -> str:
+    """The package that relative imports of a module are in."""
+    return module if modules().get(module, "").endswith("/__init__.py") else module.rpartition(".")[0]
+
+
 def imports(source: str, package: str) -> Iterator[Import]:
     """The modules that `source` imports at the top, inside functions or by name; `package` resolves relative imports.
 
     ``from a import b`` yields ``a.b``: `resolve` decides whether ``b`` is a module or a name in ``a``.
     """
-    tree = ast.parse(source)
     typing_only = {
         id(node)
-        for branch in ast.walk(tree)
+        for branch in nodes(source)
         if isinstance(branch, ast.If) and ast.unparse(branch.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
         for statement in branch.body
         for node in ast.walk(statement)
     }
-    for node in ast.walk(tree):
+    for node in nodes(source):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -143,9 +153,8 @@ def imports(source: str, package: str) -> Iterator[Import]:
 
 def changed(source: str, package: str) -> Iterator[tuple[int, str]]:
     """Line and dotted name of each attribute of an imported name that `source` assigns, deletes or changes in place."""
-    tree = ast.parse(source)
-    imported = dict(_bound(tree, package))
-    for node in ast.walk(tree):
+    imported = dict(_bound(source, package))
+    for node in nodes(source):
         targets: list[ast.AST] = []
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             targets = [node]
@@ -160,9 +169,9 @@ def changed(source: str, package: str) -> Iterator[tuple[int, str]]:
                     yield getattr(node, "lineno", 0), ".".join([imported[first], *rest])
 
 
-def _bound(tree: ast.AST, package: str) -> Iterator[tuple[str, str]]:
-    """The names that imports of `tree` bind, each with the dotted name that it stands for."""
-    for node in ast.walk(tree):
+def _bound(source: str, package: str) -> Iterator[tuple[str, str]]:
+    """The names that imports of `source` bind, each with the dotted name that it stands for."""
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from ((each.asname, each.name) for each in node.names if each.asname)
             yield from ((top, top) for each in node.names if not each.asname for top in [each.name.partition(".")[0]])
@@ -178,19 +187,11 @@ def _prefix(node: ast.ImportFrom, package: str) -> str:
 
 def callbacks(source: str) -> Iterator[tuple[int, str]]:
     """Line and name of each public variable of the module that others could fill with functions."""
-    for node in ast.parse(source).body:
+    for node in ast.iter_child_nodes(nodes(source)[0]):
         if isinstance(node, ast.AnnAssign) and _CALLBACKS.match(ast.unparse(node.annotation)):
             name = ast.unparse(node.target)
             if name[0] != "_":
                 yield node.lineno, name
-
-
-@functools.cache
-def file_imports(path: str, root: Path = ROOT) -> list[Import]:
-    """`imports` of one file of the repository."""
-    name = module_name(path)
-    package = name if path.endswith("/__init__.py") else name.rpartition(".")[0]
-    return list(imports((root / path).read_text(), package))
 
 
 def resolve(name: str, known: Mapping[str, str]) -> str | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Set
 from typing import Any
+
+from source_tree import nodes
 
 PUBLIC = frozenset({"_asdict", "_fields", "_make", "_replace", "_exit", "_thread"})
 """Names with an underscore that Python documents: of named tuples, `os._exit`, the module `_thread`."""
@@ -28,14 +31,13 @@ def uses(source: str, inherited: Set[str] = frozenset()) -> Iterator[tuple[str, 
         source: of a file of the package.
         inherited: names that ``self`` may have from base classes in other files (`defined`).
     """
-    tree = ast.parse(source)
-    own, known = defined(source), {name: path for name, (path, _) in _imports(tree)}
-    known.setdefault("aten", "torch.ops.aten")
-    for _, (path, line) in _imports(tree):
+    own, imported = defined(source), list(_imports(source))
+    known = {"aten": "torch.ops.aten", **{name: path for name, path, _ in imported}}
+    for _, path, line in imported:
         if not path.startswith("xla_amp") and any(map(is_private, path.split("."))):
             yield path, line
     inner: set[int] = set()
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if id(node) in inner:
             continue
         base, parts = _chain(node, inner)
@@ -55,9 +57,8 @@ def uses(source: str, inherited: Set[str] = frozenset()) -> Iterator[tuple[str, 
 
 def texts(source: str) -> Iterator[tuple[str, int]]:
     """(text, line) of each string that reads as a private name, as `vars` of an object takes it; no docstrings."""
-    tree = ast.parse(source)
-    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    alone = {id(node.value) for node in nodes(source) if isinstance(node, ast.Expr)}
+    for node in nodes(source):
         text = node.value if isinstance(node, ast.Constant) and id(node) not in alone else None
         if isinstance(text, str) and text.isidentifier() and is_private(text):
             yield text, node.lineno
@@ -89,22 +90,23 @@ def _asked(call: ast.Call) -> str | None:
     return None
 
 
-def _imports(tree: ast.AST) -> Iterator[tuple[str, tuple[str, int]]]:
-    """(name in the file, (dotted name, line)) of each import."""
-    for node in ast.walk(tree):
+def _imports(source: str) -> Iterator[tuple[str, str, int]]:
+    """(name in the file, dotted name, line) of each import."""
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             for each in node.names:
                 name = each.asname or each.name.partition(".")[0]
-                yield name, (each.name if each.asname else name, node.lineno)
+                yield name, each.name if each.asname else name, node.lineno
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for each in node.names:
-                yield each.asname or each.name, (f"{node.module}.{each.name}", node.lineno)
+                yield each.asname or each.name, f"{node.module}.{each.name}", node.lineno
 
 
+@functools.cache
 def defined(source: str) -> set[str]:
     """Names that a file defines: functions, classes, variables, attributes of ``self`` or ``cls``."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

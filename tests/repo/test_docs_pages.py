@@ -67,12 +67,13 @@ def _texts() -> dict[str, set[str]]:
     """Every string of the package -> names of the functions or classes that are called with it."""
     found: dict[str, set[str]] = {}
     for path in source_tree.modules().values():
-        tree = ast.parse((ROOT / path).read_text())
-        found |= {text: found.get(text, set()) for text in _strings(tree)}
-        for node in ast.walk(tree):
+        nodes = source_tree.nodes((ROOT / path).read_text("utf-8"))
+        found |= {text: found.get(text, set()) for text in _strings(nodes[0])}
+        for node in nodes:
             if isinstance(node, ast.Call):
+                called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
                 for text in (text for argument in node.args for text in _strings(argument)):
-                    found.setdefault(text, set()).add(ast.unparse(node.func).rpartition(".")[2])
+                    found.setdefault(text, set()).add(called)
     return found
 
 
