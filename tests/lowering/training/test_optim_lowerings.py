@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -22,9 +23,23 @@ def tensors(dtype: torch.dtype, seed: int, *, positive: bool = False) -> list[to
     return [value.abs() for value in values] if positive else values
 
 
-def options(dtype: torch.dtype) -> dict[str, Any]:
-    # torch's bfloat16 kernels round in between (and SGD's reads momentum as if it were float32): float64 instead
-    return {"wide": True, "rtol": 2.0**-7, "atol": 2.0**-7} if dtype is BF16 else {}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "_fused_sgd_": {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "is_first_step": False},
+    "_fused_adam_": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "amsgrad": False},
+    "_fused_adamw_": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "amsgrad": False},
+    "_fused_adagrad_": {"lr_decay": 0.1, "eps": 1e-8},
+}
+
+
+def step(name: str, dtype: torch.dtype, count: float = 7.0, **changes: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Lists of tensors and options of a fused step."""
+    options = {"lr": 0.01, "weight_decay": 0.1, "maximize": False, **OPTIONS[name], **changes}
+    lists = [tensors(dtype, 1), tensors(dtype, 20)]
+    if name == "_fused_sgd_":
+        return [*lists, tensors(dtype, 50) if options["momentum"] else []], options
+    if name != "_fused_adagrad_":
+        lists += [tensors(dtype, 50), tensors(dtype, 90, positive=True) if options["amsgrad"] else []]
+    return [*lists[:3], tensors(dtype, 70, positive=True), *lists[3:], [torch.tensor(count)] * 2], options
 
 
 def scaling(scale: float | None, found_inf: float | None) -> dict[str, torch.Tensor | None]:
@@ -34,129 +49,56 @@ def scaling(scale: float | None, found_inf: float | None) -> dict[str, torch.Ten
     }
 
 
-SCALINGS = [(None, None), (4.0, 0.0), (4.0, 1.0)]
+ROWS: list[tuple[str, dict[str, Any]]] = [
+    ("_fused_sgd_", {}),
+    ("_fused_sgd_", {"momentum": 0.9, "dampening": 0.3}),
+    ("_fused_sgd_", {"momentum": 0.9, "nesterov": True}),
+    ("_fused_sgd_", {"momentum": 0.9, "dampening": 0.3, "is_first_step": True}),
+    *((name, {"amsgrad": amsgrad}) for name in ("_fused_adam_", "_fused_adamw_") for amsgrad in (False, True)),
+    ("_fused_adagrad_", {}),
+]
 
 
-@together("dtype", [F64, F32, BF16], ids=str)
-@together(
-    ("momentum", "dampening", "nesterov", "first"),
-    [(0.0, 0.0, False, False), (0.9, 0.3, False, False), (0.9, 0.0, True, False), (0.9, 0.3, False, True)],
-)
-def test_sgd(momentum: float, dampening: float, nesterov: bool, first: bool, dtype: torch.dtype) -> None:
-    for (scale, found_inf), maximize in zip(SCALINGS, (False, True, False), strict=True):
-        if first and found_inf:
-            continue  # torch leaves the buffers uninitialized; see below
-        buffers = tensors(dtype, 50) if momentum else []
-        check(
-            "_fused_sgd_",
-            *(tensors(dtype, 1), tensors(dtype, 20), buffers),
-            weight_decay=0.1,
-            momentum=momentum,
-            lr=0.1,
-            dampening=dampening,
-            nesterov=nesterov,
-            maximize=maximize,
-            is_first_step=first,
-            **scaling(scale, found_inf),
-            **options(dtype),
-        )
+def test_as_torch() -> None:
+    for name, changes in ROWS:
+        for count, maximize, given in ((1.0, False, scaling(None, None)), (1000.0, True, scaling(4.0, 0.0))):
+            lists, options = step(name, F64, count, maximize=maximize, **changes, **given)
+            check(name, *lists, **options)
+        # torch's bfloat16 kernels round in between (and SGD's reads momentum as if it were float32): float64 instead
+        for maximize, found_inf in ((True, 0.0), (False, 1.0)):
+            if found_inf and changes.get("is_first_step"):
+                continue  # torch leaves the buffers uninitialized; see below
+            lists, options = step(name, BF16, maximize=maximize, **changes, **scaling(4.0, found_inf))
+            check(name, *lists, **options, wide=True, rtol=2.0**-7, atol=2.0**-7)
 
 
-@together("dtype", [F64, F32, BF16], ids=str)
-@together("name", ["_fused_adam_", "_fused_adamw_"])
-@together("amsgrad", [False, True])
-def test_adam(name: str, amsgrad: bool, dtype: torch.dtype) -> None:
-    for (scale, found_inf), step, maximize in zip(SCALINGS, (1, 7, 1000), (False, True, False), strict=True):
-        check(
-            name,
-            *(tensors(dtype, 1), tensors(dtype, 20), tensors(dtype, 50), tensors(dtype, 70, positive=True)),
-            tensors(dtype, 90, positive=True) if amsgrad else [],
-            [torch.tensor(float(step))] * 2,
-            lr=0.01,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=0.1,
-            eps=1e-8,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            **scaling(scale, found_inf),
-            **options(dtype),
-        )
-
-
-@together("dtype", [F64, F32, BF16], ids=str)
-def test_adagrad(dtype: torch.dtype) -> None:
-    for (scale, found_inf), maximize in zip(SCALINGS, (False, True, False), strict=True):
-        check(
-            "_fused_adagrad_",
-            *(tensors(dtype, 1), tensors(dtype, 20), tensors(dtype, 70, positive=True), [torch.tensor(7.0)] * 2),
-            lr=0.01,
-            lr_decay=0.1,
-            weight_decay=0.1,
-            eps=1e-8,
-            maximize=maximize,
-            **scaling(scale, found_inf),
-            **options(dtype),
-        )
-
-
-def test_learning_rate_as_a_tensor() -> None:
-    sgd: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "is_first_step": False}
-    lr = torch.tensor(0.1)
-    check("_fused_sgd_.tensor_lr", tensors(F32, 1), tensors(F32, 20), [], lr=lr, nesterov=False, maximize=False, **sgd)
-    adam: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False}
-    averages = (tensors(F32, 50), tensors(F32, 70, positive=True), [], [torch.tensor(3.0)] * 2)
-    for name in ("_fused_adam_.tensor_lr", "_fused_adamw_.tensor_lr"):
-        check(name, tensors(F32, 1), tensors(F32, 20), *averages, lr=lr, maximize=False, **adam)
-    adagrad = (tensors(F32, 70, positive=True), [torch.tensor(3.0)] * 2)
-    check(
-        "_fused_adagrad_.tensor_lr",
-        *(tensors(F32, 1), tensors(F32, 20), *adagrad),
-        lr=lr,
-        lr_decay=0.0,
-        weight_decay=0.0,
-        eps=1e-10,
-        maximize=False,
-    )
+@together("name", OPTIONS)
+def test_learning_rate_as_a_tensor(name: str) -> None:
+    lists, options = step(name, F32, lr=torch.tensor(0.1))
+    check(f"{name}.tensor_lr", *lists, **options)
 
 
 def test_skipped_step_changes_nothing_whatever_the_gradient() -> None:
-    params, state = tensors(F32, 1), tensors(F32, 50, positive=True)
-    grads = [torch.full_like(params[0], torch.inf), torch.full_like(params[1], torch.nan)]
     for flag in (1.0, 2.0):  # a sum of flags over devices counts as well
-        written = run(
-            "_fused_adam_",
-            *(params, grads, state, state, [], [torch.tensor(1.0)] * 2),
-            **{"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8},
-            **{"amsgrad": False, "maximize": False},
-            **scaling(4.0, flag),
-        )
-        for got, want in zip(written, [*params, *grads, *state, *state], strict=True):
+        (params, grads, *state, counts), options = step("_fused_adam_", F32, amsgrad=True, **scaling(4.0, flag))
+        grads = [torch.full_like(params[0], torch.inf), torch.full_like(params[1], torch.nan)]
+        written = run("_fused_adam_", params, grads, *state, counts, **options)
+        for got, want in zip(written, [*params, *grads, *itertools.chain(*state)], strict=True):
             assert torch.equal(torch.nan_to_num(got), torch.nan_to_num(want))
 
 
 def test_skipped_first_step_leaves_momentum_zero() -> None:
-    params, garbage = tensors(F32, 1), [torch.full((3, 4), torch.nan), torch.full((5,), 1e30)]
-    written = run(
-        "_fused_sgd_",
-        *(params, tensors(F32, 20), garbage),
-        **{"weight_decay": 0.0, "momentum": 0.9, "lr": 0.1, "dampening": 0.0},
-        **{"nesterov": False, "maximize": False, "is_first_step": True},
-        **scaling(None, 1.0),
-    )
+    garbage = [torch.full((3, 4), torch.nan), torch.full((5,), 1e30)]
+    (params, grads, _), options = step("_fused_sgd_", F32, momentum=0.9, is_first_step=True, **scaling(None, 1.0))
+    written = run("_fused_sgd_", params, grads, garbage, **options)
     assert all(torch.equal(got, want) for got, want in zip(written[:2], params, strict=True))
     assert all(torch.equal(buffer, torch.zeros_like(buffer)) for buffer in written[4:])
 
 
 def test_no_decay_keeps_an_infinite_parameter_out_of_the_gradient() -> None:
-    param = torch.tensor([torch.inf, 1.0])
     for decay in (0.0, 0):
-        check(
-            "_fused_sgd_",
-            *([param], [torch.ones(2)], [torch.ones(2)]),
-            **{"weight_decay": decay, "momentum": 0.9, "lr": 0.1, "dampening": 0.0},
-            **{"nesterov": False, "maximize": False, "is_first_step": False},
-        )
+        _, options = step("_fused_sgd_", F32, weight_decay=decay, momentum=0.9)
+        check("_fused_sgd_", [torch.tensor([torch.inf, 1.0])], [torch.ones(2)], [torch.ones(2)], **options)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
