@@ -12,7 +12,7 @@ import harness
 import jax
 import pytest
 import torch
-from harness import Row, check, check_rows, finish, row, run, sample, tables, together
+from harness import Row, check, check_rows, finish, row, run, sample, tables
 
 from xla_amp.lowering.math import arithmetic, elementwise
 
@@ -66,26 +66,24 @@ SUMS = ("add", "sub", "rsub")
 
 ROWS = [
     # sums
-    *(row(f"{name}.Tensor", "fb", lambda d: (sample(4, 5, dtype=d), sample(5, dtype=d)), alpha=0.3) for name in SUMS),
     *(row(f"{name}.Scalar", "fb", lambda d: (sample(4, 5, dtype=d), 0.3, 0.7)) for name in SUMS),
     row("add.Tensor", "fbi", lambda d: (sample(4, 5, dtype=d), sample(dtype=torch.float64))),  # 0-d does not promote
     row("add.Tensor", "i", lambda d: (sample(4, 5, dtype=d), sample(4, 5, dtype=torch.bfloat16))),
     # division
     *(row("div.Tensor_mode", "f", lambda d: (LEFT, RIGHT), rounding_mode=mode) for mode in ("floor", "trunc")),
     *(
-        row("div.Scalar_mode", "fbi", lambda d: (sample(4, 5, dtype=d), -1.7), rounding_mode=mode)
+        row("div.Scalar_mode", "bi", lambda d: (sample(4, 5, dtype=d), -1.7), rounding_mode=mode)
         for mode in ("floor", "trunc", None)
     ),
     row("floor_divide_.Tensor", "fi", lambda d: (sample(4, 5, dtype=d), _without_zero(d))),
     # powers
     *(
-        row("pow.Tensor_Scalar", "fb", lambda d, exponent=exponent: (_positive(d, least=0), exponent))
-        for exponent in (4, 7.0, -3, 1.1, 40)
+        row("pow.Tensor_Scalar", "b", lambda d, exponent=exponent: (_positive(d, least=0), exponent))
+        for exponent in (4, -3, 1.1, 40)
     ),
-    *(row("pow.Tensor_Scalar", "f", lambda d, e=e: (SPECIAL, e)) for e in (0, 1, 2, 3, 0.5, -0.5, -1, -2, 4, 2.5, -3)),
+    *(row("pow.Tensor_Scalar", "f", lambda d, e=e: (SPECIAL, e)) for e in (0, 1, 2, 3, 0.5, -0.5, -1, -2, 2.5, -3)),
     *(row("pow.Tensor_Scalar", "i", lambda d, e=e: (sample(4, 5, dtype=d), e)) for e in (0, 1, 2, 3, 11, 2.0, True)),
     row("pow.Tensor_Tensor", "i", lambda d: (torch.tensor([1, -1, -1, 2, 0, 3]), torch.tensor([-3, -3, -2, -1, 3, 4]))),
-    *(row("pow_.Scalar", "fb", lambda d, e=e: (_positive(d, least=0), e)) for e in (2, 2.5)),
     row("pow_.Tensor", "f", lambda d: (_positive(d), sample(5, dtype=d))),
     # a number beside a half tensor is rounded to it where torch rounds it
     *(
@@ -97,17 +95,13 @@ ROWS = [
         row(f"{name}.Scalar", "h", lambda d: (torch.tensor([6e-8, 1.2e-7, 3e-5, 0.0, -3e-5], dtype=d), 3e-5))
         for name in ("eq", "fmod", "ge", "lt", "remainder")
     ),
-    *(row(f"__{side}shift__.Tensor", "iu", lambda d: (sample(4, 5, dtype=d), _positive(d) % 7)) for side in "lr"),
+    *(row(f"__{side}shift__.Tensor", "u", lambda d: (sample(4, 5, dtype=d), _positive(d) % 7)) for side in "lr"),
     # one tensor and constants
     *(row("logit", "f", lambda d, eps=eps: (SPECIAL, eps)) for eps in (None, 0.1)),
-    *(row("round.decimals", "fb", lambda d: (sample(50, dtype=d, low=-30, high=30),), decimals=n) for n in (0, 2, -1)),
     row("angle", "f", lambda d: (SPECIAL,)),
-    row("nan_to_num", "fb", lambda d: (SPECIAL.to(d),)),
     row("nan_to_num", "fb", lambda d: (SPECIAL.to(d), 1.0, 2.0, 3.0)),
     row("frexp.Tensor", "fdhb", lambda d: (torch.cat([SPECIAL, torch.tensor([3e38, -7e-30])]).to(d),), rtol=0, atol=0),
     row("hash_tensor", "fdhbiut", lambda d: (sample(3, 4, dtype=d),)),
-    row("hash_tensor", "fi", lambda d: (sample(3, 4, 2, dtype=d), [0, -1]), keepdim=True),
-    row("hash_tensor", "i", lambda d: (sample(dtype=d),)),
     # clamping
     row("clamp", "fi", lambda d: (sample(4, 5, dtype=d), 2, 1)),
     row("clamp", "i", lambda d: (sample(4, 5, dtype=d), -1.5)),
@@ -117,10 +111,9 @@ ROWS = [
     *(row(f"clamp_{end}", "f", lambda d: (SPECIAL, 0.5)) for end in ("min", "max")),
     *(row(f"clamp_{end}.Tensor", "f", lambda d: (LEFT, RIGHT)) for end in ("min", "max")),
     # three tensors
-    row("where.self", "fbi", lambda d: (sample(4, 1) > 0, sample(4, 5, dtype=d), sample(5, seed=1))),
+    row("where.self", "bi", lambda d: (sample(4, 1) > 0, sample(4, 5, dtype=d), sample(5, seed=1))),
     row("where.self", "f", lambda d: (sample(4, 1) > 0, sample(4, 5), sample(dtype=torch.float64))),
-    row("masked_fill.Scalar", "fbit", lambda d: (sample(4, 1, dtype=d), sample(4, 5) > 0, 1)),
-    row("masked_fill.Tensor", "fbi", lambda d: (sample(4, 1, dtype=d), sample(4, 5) > 0, torch.tensor(3).to(d))),
+    row("masked_fill.Scalar", "t", lambda d: (sample(4, 1, dtype=d), sample(4, 5) > 0, 1)),
     row("lerp.Scalar", "f", lambda d: (torch.tensor([1e8]), torch.tensor([1.0]), 1.0)),  # meets the end exactly
     # complex numbers
     *(
@@ -158,31 +151,21 @@ def test_relu_keeps_a_half_result_on_gpu() -> None:
 
 def test_a_hash_sees_one_bit():
     x = sample(64)
-    other = x.clone()
-    other[17] = torch.nextafter(x[17], torch.tensor(9.0))
-    first, second = (run("hash_tensor", each)[0] for each in (x, other))
-    assert first.item() != second.item()
-    check("hash_tensor", other)
+    other = torch.where(torch.arange(64) == 17, torch.nextafter(x, torch.tensor(9.0)), x)
+    assert not torch.equal(*(run("hash_tensor", each)[0] for each in (x, other)))
 
 
-# -- fake quantization; scales are powers of two, for which both round the same quotients -----------------------------
-
-
-@together("dtype", [torch.float32, torch.float64])
-def test_quantization_of_tensors(dtype):
-    x = 4 * sample(5, 7, dtype=dtype)
-    check("fake_quantize_per_tensor_affine_cachemask", x, 0.125, 3, 0, 15)
-    for on in (0, 1):
-        scale, zero = torch.tensor([0.25]), torch.tensor([2], dtype=torch.int32)
-        enabled = torch.tensor([on])
-        check("_fake_quantize_per_tensor_affine_cachemask_tensor_qparams", x, scale, zero, enabled, -8, 7)
-
-
-@together("axis", [0, 1])
-def test_quantization_of_channels(axis):
-    x = 4 * sample(3, 3, 2, dtype=torch.float32)
+def test_fake_quantization():
+    """Scales are powers of two, for which both round the same quotients."""
+    x = 4 * sample(3, 3, 2)
     scale, zero = torch.tensor([0.25, 0.5, 0.0625]), torch.tensor([0, 1, -2], dtype=torch.int32)
-    check("fake_quantize_per_channel_affine_cachemask", x, scale, zero, axis, -8, 7)
+    for dtype in (torch.float32, torch.float64):
+        check("fake_quantize_per_tensor_affine_cachemask", x.to(dtype), 0.125, 3, 0, 15)
+    for on in (0, 1):
+        given = (scale[:1], zero[2:], torch.tensor([on]), -8, 7)
+        check("_fake_quantize_per_tensor_affine_cachemask_tensor_qparams", x, *given)
+    for axis in (0, 1):
+        check("fake_quantize_per_channel_affine_cachemask", x, scale, zero, axis, -8, 7)
 
 
 # -- the harness itself -----------------------------------------------------------------------------------------------
