@@ -25,7 +25,6 @@ from torch.utils._pytree import (
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
-    tree_map,
     tree_map_only,
     tree_unflatten,
 )
@@ -135,16 +134,15 @@ def called(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: to
     return [*(returned if operation._schema.returns else ()), *(x for x in written if x is not None)]
 
 
-def run(name: str, *args: Any, seed: int = 0, **kwargs: Any) -> list[Any]:
+def run(name: str, *args: Any, **kwargs: Any) -> list[Any]:
     """`called` on the lazy device, as CPU tensors."""
-    device = engine.device()
-    engine.manual_seed(seed)
-    return tree_map_only(torch.Tensor, _read, called(name, args, kwargs, device))
+    engine.manual_seed(0)
+    return tree_map_only(torch.Tensor, _read, called(name, args, kwargs, engine.device()))
 
 
 def widened(value: Any) -> Any:
     """`value` with every floating-point tensor in float64, for a reference without intermediate rounding."""
-    return tree_map(lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, value)
+    return tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, value)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -152,7 +150,7 @@ class _Check:
     """A call that was made on both devices."""
 
     where: str
-    got: list[Any] | _Lowered
+    got: list[Any] | Lowered
     expected: list[Any]
     """Values on the CPU."""
     promised: list[Any]
@@ -209,11 +207,8 @@ def check(
         lists = bool(lowering_of(name).mutates) and any(isinstance(x, list) for x in args)
         wider = [widened(x) if isinstance(x, list) or not lists else x for x in args]
         expected = called(name, wider, kwargs if lists else widened(dict(kwargs)), "cpu")
-    got: Any = None
-    if platform == "cpu":
-        got = called(name, args, kwargs, engine.device())
-    else:
-        got = _Lowered(name, args, kwargs, promised, platform)
+    here = platform == "cpu"
+    got = called(name, args, kwargs, engine.device()) if here else Lowered(name, args, kwargs, promised, platform)
     dtypes = [str(x.dtype).removeprefix("torch.") for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
     _checks.append(
         _Check(
@@ -231,8 +226,8 @@ def finish() -> None:
     """Computes the checks that were made since the last call, in one program, and asserts that none differs."""
     checks = list(_checks)
     _checks.clear()
-    elsewhere = [each for each in checks if isinstance(each.got, _Lowered)]
-    for each, got in zip(elsewhere, _computed([each.got for each in elsewhere]), strict=True):  # type: ignore[misc]
+    elsewhere = [each for each in checks if isinstance(each.got, Lowered)]
+    for each, got in zip(elsewhere, computed([each.got for each in elsewhere]), strict=True):  # type: ignore[misc]
         each.got = got
     with contextlib.suppress(XlaAmpError):  # the values that it concerns raise it when they are read
         engine.sync()
@@ -247,9 +242,9 @@ def forget() -> None:
     _place = ""
 
 
-def together(names: str | Sequence[str], values: Iterable[Any], ids: Any = None) -> Callable[[Any], Any]:
+def together(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Any], Any]:
     """As ``pytest.mark.parametrize``, but in one test, whose checks are one program."""
-    keys, rows = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names), list(values)
+    keys, rows = [names] if isinstance(names, str) else list(names), list(values)
 
     def decorate(function: Any) -> Any:
         signature = inspect.signature(function)
@@ -310,7 +305,7 @@ def _numpy(dtype: torch.dtype) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16) if dtype is torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype
 
 
-class _Lowered:
+class Lowered:
     """A call of a lowering that is told another platform; `like` has torch's results."""
 
     def __init__(self, name: str, args: Sequence[Any], kwargs: Any, like: Sequence[Any], platform: str) -> None:
@@ -327,7 +322,7 @@ class _Lowered:
         return [materialize(x) for x in (results if isinstance(results, (tuple, list)) else [results])]
 
 
-def _computed(calls: Sequence[_Lowered]) -> list[list[Any]]:
+def computed(calls: Sequence[Lowered]) -> list[list[Any]]:
     """The results of calls, in one program."""
     if not calls:
         return []
@@ -340,20 +335,9 @@ def _computed(calls: Sequence[_Lowered]) -> list[list[Any]]:
         ]
 
 
-def lowered_here(name: str, *args: Any, **kwargs: Any) -> list[Any]:
-    """The arrays that a lowering returns for CPU tensors, in one program; keywords go to it as they are."""
-    given = {i: x for i, x in enumerate(args) if isinstance(x, torch.Tensor)}
-
-    def function(arrays: Mapping[int, jax.Array]) -> list[Any]:
-        return list(lowering_of(name).function(*(arrays.get(i, x) for i, x in enumerate(args)), **kwargs))
-
-    with jax.enable_x64(True):
-        return jax.jit(function)({i: to_array(x) for i, x in given.items()})
-
-
 def lowered(name: str, *args: Any, like: Sequence[Any], platform: str, **kwargs: Any) -> list[Any]:
     """The results of a lowering that is told a platform; `like` has torch's results."""
-    return _computed([_Lowered(name, args, kwargs, like, platform)])[0]
+    return computed([Lowered(name, args, kwargs, like, platform)])[0]
 
 
 # -- rows of a test table ---------------------------------------------------------------------------------------------
@@ -395,21 +379,18 @@ class Row:
     kinds: str
     make: Callable[[torch.dtype], tuple[Any, ...]]
     """The positional arguments for a dtype."""
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Passed to `check` in addition to the operation's arguments."""
+    kwargs: Mapping[str, Any]
+    """Options of `check`, and keyword arguments of the operation."""
 
 
-_OPTIONS = ("rtol", "atol", "wide", "skip")
 NAMED: set[str] = set()
 """Operations that have a row in a file that was imported; tests/lazy/op_db tells which operation has none."""
 
 
 def row(name: str, kinds: str, make: Callable[[torch.dtype], tuple[Any, ...]], **kwargs: Any) -> Row:
-    """A `Row`; keywords are options of `check` if they have such a name, otherwise arguments of the operation."""
+    """A `Row` that counts as a test of its operation."""
     NAMED.add(name)
-    options = {key: kwargs.pop(key) for key in _OPTIONS if key in kwargs}
-    return Row(name, kinds, make, kwargs, options)
+    return Row(name, kinds, make, kwargs)
 
 
 def check_rows(rows: Iterable[Row]) -> None:
@@ -417,7 +398,7 @@ def check_rows(rows: Iterable[Row]) -> None:
     for each in rows:
         for kind in each.kinds:
             try:
-                check(each.name, *each.make(KINDS[kind]), **each.kwargs, **each.options)
+                check(each.name, *each.make(KINDS[kind]), **each.kwargs)
             except Exception as error:
                 error.add_note(f"{each.name} of {KINDS[kind]}")
                 raise

@@ -172,7 +172,7 @@ GROUPED = {
 }
 
 
-@together("dtype", [torch.float32, torch.bfloat16], ids=str)
+@together("dtype", [torch.float32, torch.bfloat16])
 @together("name", GROUPED)
 def test_grouped(name: str, dtype: torch.dtype) -> None:
     left, right, ends = GROUPED[name]

@@ -8,7 +8,7 @@ from harness import check, sample, together
 from xla_amp.lowering.math import distance  # noqa: F401  (fills the table)
 
 
-@together("p", [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, float("inf")])
+@together("p", [0.0, 0.5, 1.0, 2.0, 3.0, float("inf")])
 def test_points_that_coincide(p):
     x, y = sample(2, 4, 3, dtype=torch.float64), sample(2, 5, 3, dtype=torch.float64, seed=1)
     x[:, 0] = x[:, 1]

@@ -99,7 +99,7 @@ ROWS = [
     # one tensor and constants
     *(row("logit", "f", lambda d, eps=eps: (SPECIAL, eps)) for eps in (None, 0.1)),
     row("angle", "f", lambda d: (SPECIAL,)),
-    row("nan_to_num", "fb", lambda d: (SPECIAL.to(d), 1.0, 2.0, 3.0)),
+    *(row("nan_to_num", "fb", lambda d, to=to: (SPECIAL.to(d), *to)) for to in ((), (1.0, 2.0, 3.0))),
     row("frexp.Tensor", "fdhb", lambda d: (torch.cat([SPECIAL, torch.tensor([3e38, -7e-30])]).to(d),), rtol=0, atol=0),
     row("hash_tensor", "fdhbiut", lambda d: (sample(3, 4, dtype=d),)),
     # clamping

@@ -9,7 +9,6 @@ from harness import check, compare, run, sample, together
 
 from xla_amp.lowering.math import special
 
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 EDGES = [0.0, 1e-30, 1e-7, 9.9e-6, 1.1e-5, 24.999, 25.001, 300.0, torch.nan]
 REFERENCES = {
     "airy_ai": lambda x: scipy.special.airy(x)[0],
@@ -28,7 +27,7 @@ REFERENCES = {
 }
 
 
-@dtypes
+@together("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", sorted(REFERENCES))
 def test_functions_of_one_number(name, dtype):
     x = torch.cat([torch.tensor(EDGES, dtype=dtype), sample(300, dtype=dtype, low=0.0, high=60.0)])

@@ -84,7 +84,15 @@ ROWS = [
     row("leaky_relu", "fb", forward(0.2), wide=True),
     row("leaky_relu_backward", "fb", backward(0.2, False), wide=True),
     row("log_sigmoid_forward", "fb", forward(), wide=True),
-    row("logit_backward", "fb", lambda d: (grad(d), sample(4, 8, dtype=d, low=-0.5, high=1.5), 0.1), wide=True),
+    *(
+        row(
+            "logit_backward",
+            "fb",
+            lambda d, eps=eps: (grad(d), sample(4, 8, dtype=d, low=-0.5, high=1.5), eps),
+            wide=True,
+        )
+        for eps in (None, 0.1)
+    ),
     row("mish", "fb", tame(), wide=True),
     row("mish_backward", "fb", backward(), wide=True),
     *(row(f"{name}_backward", "fbc", of_result, wide=True) for name in ("sigmoid", "tanh")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import torch
-from harness import TOLERANCE, compare, lowered_here, sample, to_tensor
+from harness import TOLERANCE, compare, lowering_of, sample, to_array, to_tensor
 
 from xla_amp.lowering.nn import recurrent
 
@@ -31,10 +31,14 @@ def test_half_types_are_computed_in_float32_and_states_kept_in_their_own():
     dtype = torch.bfloat16
     operands = [sample(T, B, 4 * N), sample(4 * N, N), sample(4 * N), sample(B, N), sample(B, N)]
     low = [x.to(dtype) for x in operands]
-    arguments = (*low[:3], None, *low[3:], None, False)
-    found = lowered_here("xla_amp::recurrent_layer", "lstm", *arguments, platform="cpu")
-    assert [str(x.dtype) for x in found] == ["bfloat16"] * 3
+    layer = lowering_of("xla_amp::recurrent_layer").function
+
+    def lstm(inputs, weight, bias, *states):
+        return layer("lstm", inputs, weight, bias, None, *states, None, False, platform="cpu")
+
     with jax.enable_x64(True):
+        found = jax.jit(lstm)(*map(to_array, low))
+        assert [str(x.dtype) for x in found] == ["bfloat16"] * 3
         results = [to_tensor(array, dtype) for array in found[:2]]
     for got, want in zip(results, unrolled_lstm(*(x.double() for x in low)), strict=True):
         compare(got, want.to(dtype), rtol=0.0, atol=2 * TOLERANCE[dtype])

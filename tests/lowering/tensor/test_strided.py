@@ -74,16 +74,11 @@ def _buffer(shape: Sequence[int]) -> torch.Tensor:
     return torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_windows_of_any_numbers(seed: int) -> None:
-    generator = random.Random(seed)
-    _check([_of_numbers(generator) for _ in range(80)])
-
-
-def test_the_windows_are_of_many_kinds() -> None:
-    """The twin of the test above: they reach gathers, broadcasts and padding."""
+def test_windows_of_any_numbers() -> None:
+    """They reach gathers, broadcasts and padding."""
     generator = random.Random(0)
     numbers = [_of_numbers(generator) for _ in range(200)]
+    _check(numbers)
     assert sum(_overlaps(window) for _, window in numbers) > 40
     assert sum(strided.factored(math.prod(shape), *window) is None for shape, window in numbers) > 40
     assert sum(any(s == 0 and e > 1 for e, s in zip(*window[:2], strict=True)) for _, window in numbers) > 20
@@ -100,7 +95,6 @@ NAMED: dict[str, tuple[tuple[int, ...], Window]] = {
     "last column, stride past the end": ((3, 4), ((3, 1), (4, 7), 3)),
     "diagonal": ((3, 3), ((3,), (4,), 0)),
     "every third of ten": ((10,), ((4,), (3,), 0)),
-    "every third of ten, shifted": ((10,), ((3,), (3,), 1)),
     "transpose": ((2, 3), ((3, 2), (1, 3), 0)),
     "transpose of a slice": ((4, 6), ((3, 2), (1, 12), 8)),
     "expanded row": ((1, 3), ((4, 3), (0, 1), 0)),
@@ -136,15 +130,16 @@ def test_what_is_no_transpose_is_an_array(name: str) -> None:
     assert isinstance(strided.read(jnp.zeros(shape), *window), jax.Array)
 
 
-@pytest.mark.parametrize("name", ["column", "transpose of a slice", "every third of ten", "expanded row", "diagonal"])
-def test_a_divisible_window_needs_no_gather(name: str) -> None:
+def _program(name: str) -> str:
+    """The primitives that read a window."""
     shape, window = NAMED[name]
+    return str(jax.make_jaxpr(lambda base: _as_array(strided.read(base, *window)))(jnp.zeros(shape)))
 
-    def read(base: jax.Array) -> jax.Array:
-        return _as_array(strided.read(base, *window))
 
-    text = jax.jit(read).lower(jnp.zeros(shape)).as_text()
-    assert "gather" not in text
+def test_a_divisible_window_needs_no_gather_and_an_overlapping_one_does() -> None:
+    for name in ("column", "transpose of a slice", "every third of ten", "expanded row", "diagonal"):
+        assert "gather" not in _program(name), name
+    assert "gather" in _program("sliding windows")
 
 
 def test_heads_are_cut_before_the_axis_is_split() -> None:
@@ -161,17 +156,3 @@ def test_heads_are_cut_before_the_axis_is_split() -> None:
     assert cut.outvars[0].aval.shape == (batch, time, heads * width)
     want = qkv.reshape(batch, time, 3, heads, width)[:, :, 1].transpose(0, 2, 1, 3)
     np.testing.assert_array_equal(key(qkv), want)
-
-
-def test_an_overlapping_window_needs_a_gather() -> None:
-    """The twin of the test above."""
-    shape, window = NAMED["sliding windows"]
-    text = jax.jit(lambda base: strided.read(base, *window)).lower(jnp.zeros(shape)).as_text()
-    assert "gather" in text
-
-
-def test_a_write_does_not_leave_the_window() -> None:
-    base = jnp.zeros((4, 6))
-    changed = np.asarray(strided.write(base, jnp.ones((2, 3)), (2, 3), (12, 1), 8))
-    assert changed.sum() == 6
-    np.testing.assert_array_equal(np.nonzero(changed.reshape(-1))[0], [8, 9, 10, 20, 21, 22])

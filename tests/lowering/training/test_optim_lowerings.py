@@ -128,7 +128,7 @@ def gradients(dtype: torch.dtype, bad: float | None) -> list[torch.Tensor]:
     return grads
 
 
-@together("dtype", [BF16, torch.float16, F32, F64], ids=str)
+@together("dtype", [BF16, torch.float16, F32, F64])
 @together("bad", [None, math.nan, -math.inf])
 def test_check_and_unscale(dtype: torch.dtype, bad: float | None) -> None:
     for found in (0.0, 1.0):
