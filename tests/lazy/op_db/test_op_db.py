@@ -125,6 +125,10 @@ ELSEWHERE: dict[str, str] = {
         ),
         "tests/lazy/ops/test_composites.py",
     ),
+    **dict.fromkeys(
+        ("_sample_dirichlet", "binomial", "poisson", "randperm", "randperm.generator"),
+        "tests/lazy/torch_integration/test_generator.py",
+    ),
     "_amp_update_scale_": "tests/test_loss_scaling.py",
     **dict.fromkeys(("linalg_eig", "_linalg_eigvals"), "entries whose samples are read while they are recorded"),
     **dict.fromkeys(("convolution_overrideable", "convolution_backward_overrideable"), "autograd's names"),

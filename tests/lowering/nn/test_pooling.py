@@ -160,9 +160,11 @@ def test_upsample_halves() -> None:
 
 
 def test_upsample_by_factors() -> None:
-    for name, align in (("_upsample_nearest_exact2d", ()), ("_upsample_bicubic2d_aa", (False,))):
-        check(name, sample(1, 2, 7, 5), [10, 8], *align, 1.5, 1.7)
-        check(f"{name}_backward", sample(1, 2, 10, 8), [10, 8], [1, 2, 7, 5], *align, 1.5, 1.7)
+    x, grad, scales = sample(1, 2, 7, 5), sample(1, 2, 10, 8), (1.5, 1.7)
+    check("_upsample_nearest_exact2d", x, [10, 8], *scales)
+    check("_upsample_nearest_exact2d_backward", grad, [10, 8], [1, 2, 7, 5], *scales)
+    check("_upsample_bicubic2d_aa", x, [10, 8], False, *scales)
+    check("_upsample_bicubic2d_aa_backward", grad, [10, 8], [1, 2, 7, 5], False, *scales)
 
 
 def test_upsample_specials() -> None:

@@ -77,6 +77,7 @@ WRITTEN = [
         )
         for mode in ("amax", "amin")
     ),
+    *(row("scatter.reduce", "i", lambda d: (block(d), 1, REPEATED, source(d)), reduce=how) for how in ARITHMETIC),
     *(row("scatter.value_reduce", "i", lambda d: (block(d), 1, REPEATED, 2), reduce=how) for how in ARITHMETIC),
     row("index_add", "b", lambda d: (block(d), 1, positions(6, 4), sample(5, 4, 7, dtype=d)), wide=True),
     row("index_fill.int_Tensor", "f", lambda d: (block(d), 1, distinct(6, 3) - 6, torch.tensor(1.0))),

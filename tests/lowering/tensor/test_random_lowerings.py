@@ -147,12 +147,12 @@ def test_geometric_counts_trials():
 def test_normal_of_given_means_and_deviations():
     """Of two tensors: tests/lazy/torch_integration/test_generator.py."""
     mean, std = torch.full((COUNT,), 3.0), torch.full((COUNT,), 2.0)
-    for name, args in (
-        ("Tensor_float", (mean, 2.0)),
-        ("float_Tensor", (3.0, std)),
-        ("float_float", (3.0, 2.0, [COUNT])),
+    for values in (
+        run("normal.Tensor_float", mean, 2.0)[0],
+        run("normal.float_Tensor", 3.0, std)[0],
+        run("normal.float_float", 3.0, 2.0, [COUNT])[0],
     ):
-        assert distance(run(f"normal.{name}", *args)[0], NORMAL(3.0, 2.0).cdf) < 1.63
+        assert distance(values, NORMAL(3.0, 2.0).cdf) < 1.63
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
