@@ -88,7 +88,6 @@ NAMED: dict[str, tuple[tuple[int, ...], Window]] = {
     "whole": ((2, 3), ((2, 3), (3, 1), 0)),
     "reshaped": ((2, 3), ((3, 2), (2, 1), 0)),
     "scalar of a scalar": ((), ((), (), 0)),
-    "scalar inside": ((2, 3), ((), (), 4)),
     "empty": ((2, 3), ((0, 3), (3, 1), 0)),
     "empty at the end": ((2, 3), ((2, 0), (3, 1), 3)),
     "column": ((3, 4), ((3,), (4,), 2)),
@@ -98,13 +97,8 @@ NAMED: dict[str, tuple[tuple[int, ...], Window]] = {
     "transpose": ((2, 3), ((3, 2), (1, 3), 0)),
     "transpose of a slice": ((4, 6), ((3, 2), (1, 12), 8)),
     "expanded row": ((1, 3), ((4, 3), (0, 1), 0)),
-    "expanded column": ((3, 1), ((3, 4), (1, 0), 0)),
     "expanded between transposed": ((2, 3), ((3, 5, 2), (1, 0, 3), 0)),
-    "one element expanded": ((5,), ((2, 2), (0, 0), 3)),
     "sliding windows": ((7,), ((3, 3), (2, 1), 0)),
-    "two equal strides": ((5,), ((3, 3), (1, 1), 0)),
-    "inner crosses the outer": ((12,), ((2, 5), (4, 1), 0)),
-    "unit dimension of stride zero": ((2, 3), ((2, 1, 3), (3, 0, 1), 0)),
     "unit dimensions around a transpose": ((2, 3), ((1, 3, 1, 2, 1), (9, 1, 2, 3, 0), 0)),
 }
 
@@ -124,10 +118,10 @@ def test_a_pure_transpose_stays_pending(window: Window, permutation: tuple[int, 
     assert got.shape == window[0]
 
 
-@pytest.mark.parametrize("name", ["whole", "reshaped", "column", "expanded between transposed", "sliding windows"])
-def test_what_is_no_transpose_is_an_array(name: str) -> None:
-    shape, window = NAMED[name]
-    assert isinstance(strided.read(jnp.zeros(shape), *window), jax.Array)
+def test_what_is_no_transpose_is_an_array() -> None:
+    for name in ("whole", "reshaped", "column", "expanded between transposed", "sliding windows"):
+        shape, window = NAMED[name]
+        assert isinstance(strided.read(jnp.zeros(shape), *window), jax.Array), name
 
 
 def _program(name: str) -> str:
