@@ -62,7 +62,7 @@ def test_the_text_of_a_program_grows_little(platform, most):
 
 
 def test_an_equinox_transformer():
-    words = tokens()
+    words = tokens(length=8)
     model = EquinoxTransformer(1, 16, 100, jax.random.key(1))
     weights, rest = eqx.partition(model, eqx.is_array)
 

@@ -82,7 +82,7 @@ def test_functions_whose_products_need_float32(name):
         f"Put its name among these into compat.NUMERICAL: {called}"
     )
     np.testing.assert_array_equal(
-        *map(np.asarray, (jax.tree.leaves(f(MATRIX))[0] for f in (NAMED[name], autocast(NAMED[name]))))
+        *(jax.tree.leaves(jax.jit(each)(MATRIX))[0] for each in (NAMED[name], autocast(NAMED[name])))
     )
 
 

@@ -249,7 +249,7 @@ def test_a_float32_layer_of_a_bfloat16_flax_model_stays_float32():
             return nn.Dense(8, dtype=jnp.float32)(x)
 
     x = array(4, 8)
-    weights = Model().init(jax.random.key(0), x)
+    weights = jax.eval_shape(Model().init, jax.random.key(0), x)
     assert contractions(autocast(Model().apply), weights, x) == {LOW: 1, WIDE: 1}
 
 

@@ -100,7 +100,7 @@ print("same")
 """
 
 
-@pytest.mark.parametrize("axes", ["explicit", "auto"])
+@pytest.mark.parametrize("axes", ["explicit", pytest.param("auto", marks=pytest.mark.full)])
 def test_a_step_on_four_devices(axes: str) -> None:
     flags = {
         "JAX_PLATFORMS": "cpu",
