@@ -6,7 +6,6 @@ import functools
 import math
 import os
 import re
-import secrets
 import socket
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import pytest
 import scenarios
 import torch
 from cluster_program import LOOPBACK
-from replica_program import rows_of
+from replica_program import STEPS, rows_of
 
 import xla_amp
 from xla_amp import xla_model
@@ -60,13 +59,13 @@ def trained(world):
 def test_the_numbers_are_those_of_one_process_with_the_whole_batch(world, overflow):
     found, (expected,) = together(world)[overflow], alone()[overflow]
     finite = [place for place, loss in enumerate(expected["losses"]) if math.isfinite(loss)]
-    assert len(finite) >= 30
+    assert len(finite) >= 12
     for process in found:
         for place in finite:
             assert process["losses"][place] == pytest.approx(expected["losses"][place], rel=1e-5)
         assert process["sum"] == pytest.approx(expected["sum"], rel=1e-5)
         assert (process["scale"], process["skipped"]) == (expected["scale"], expected["skipped"])
-    assert expected["skipped"] == 50 - len(finite)
+    assert expected["skipped"] == STEPS - len(finite)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -117,7 +116,7 @@ def test_a_flag_of_one_process_skips_the_step_in_all():
     """Without a scaler."""
     first, second = together(2)["flag"]
     assert first == second
-    assert len(first) == 6
+    assert len(first) == 4
     for begin, skipped, stepped, skipped_again in first.values():
         assert begin == skipped != 1.0
         assert stepped == skipped_again != skipped
@@ -223,23 +222,18 @@ def test_processes_with_another_program_are_named_before_it_runs():
 
 
 @pytest.mark.full
-def test_when_one_fails_the_others_end_and_the_error_has_its_number(tmp_path):
-    done = scenarios.started(PROGRAM, "fail", folder=tmp_path, copies=False)
-    assert done.returncode != 0
-    assert "Process 1 terminated with the following error" in done.stderr
-    assert "this one has had enough" in done.stderr
-
-
-@pytest.mark.full
-def test_a_process_that_is_killed_ends_the_others_and_the_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raises", r"Process 1 terminated with the following error.*this one has had enough"),
+        ("killed", "process 1 terminated with signal SIGKILL"),
+    ],
+)
+def test_when_one_ends_the_others_end_and_the_error_has_its_number(tmp_path, monkeypatch, how, words):
     monkeypatch.setenv("XLA_AMP_TIMEOUT", "60")
-    seed = secrets.randbelow(1 << 30)
-    done = scenarios.started(PROGRAM, f"until_killed {seed}", folder=tmp_path, copies=False)
-    assert f"process {seed % 2} terminated with signal SIGKILL" in done.stderr
-    assert time.time() - (tmp_path / "killed").stat().st_mtime < 60
-    for found in scenarios.run(PROGRAM, "resume", folder=tmp_path)["resume"]:
-        assert len(found["resumed"]) == 20
-        assert found["resumed"] == found["never ended"]
+    done = scenarios.started(PROGRAM, f"end {how}", folder=tmp_path, copies=False)
+    assert done.returncode != 0
+    assert re.search(words, done.stderr, re.DOTALL), done.stderr
 
 
 @pytest.mark.full
@@ -367,26 +361,14 @@ def test_bad_input():
     [
         (lambda x: xla_model.all_gather(x, 2), ValueError, r"all_gather\(dim=2\): there is no such dimension in"),
         (lambda x: xla_model.all_gather(3), TypeError, "all_gather: expected a tensor, got 3"),
-        (
-            lambda x: xla_model.all_gather(x, groups=[[0, 1]]),
-            ValueError,
-            r"all_gather\(groups=\[\[0, 1\]\]\): expected",
-        ),
+        (lambda x: xla_model.all_gather(x, groups=[[0, 1]]), ValueError, r"groups=\[\[0, 1\]\]\): expected"),
         (lambda x: xla_model.reduce_scatter("sum", x, 1.0, 0, 2), ValueError, r"\(shard_count=2\): expected .*, 1"),
-        (
-            lambda x: xla_model.reduce_scatter("avg", x, 1.0, 0, 1),
-            ValueError,
-            r"reduce_scatter\('avg', ...\): expected",
-        ),
+        (lambda x: xla_model.reduce_scatter("avg", x, 1.0, 0, 1), ValueError, r"\('avg', ...\): expected"),
         (lambda x: xla_model.all_to_all(x, 0, 1, 2), ValueError, r"\(split_count=2\): expected the number of"),
         (lambda x: xla_model.collective_permute(x, [[0, 1]]), ValueError, "expected numbers from 0 to 0, each"),
         (lambda x: xla_model.collective_broadcast([x], 1), ValueError, "expected a process from 0 to 0"),
         (lambda x: xla_model.reduce_gradients(None, dtype=torch.int8), TypeError, "expected a floating dtype"),
-        (
-            lambda x: xla_model.reduce_gradients(None, dtype=torch.float8_e4m3fn),
-            TypeError,
-            "a sum in 8 bits keeps 2 or 3",
-        ),
+        (lambda x: xla_model.reduce_gradients(None, dtype=torch.float8_e4m3fn), TypeError, "a sum in 8 bits"),
     ],
 )
 def test_bad_input_to_collectives(call, kind, words):
