@@ -294,6 +294,12 @@ def test_float16_gradients(device):
         scaler.unscale_(optimizer)
 
 
+def test_the_scale_keeps_its_bounds(device):
+    params = parameters(device)
+    scaler = GradScaler(device, init_scale=4.0, growth_interval=1, min_scale=3.0, max_scale=5.0)
+    assert train(scaler, torch.optim.SGD(params, lr=0.05), params, bad=(2,), steps=4) == [5.0, 5.0, 3.0, 5.0]
+
+
 def test_questions_before_and_after_an_iteration(device):
     scaler, optimizer, _ = started(device)
     with pytest.raises(RuntimeError, match="no iteration has ended yet"):
