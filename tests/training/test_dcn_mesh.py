@@ -47,10 +47,8 @@ def gpus(hosts, each=8, slice_index=None):
 
 
 def cpus(hosts, each=4):
-    return [
-        SimpleNamespace(id=number, platform="cpu", device_kind="cpu", process_index=number // each)
-        for number in range(hosts * each)
-    ]
+    numbers = range(hosts * each)
+    return [SimpleNamespace(id=n, platform="cpu", device_kind="cpu", process_index=n // each) for n in numbers]
 
 
 def along(devices, axis, what):
@@ -73,22 +71,18 @@ def test_the_outer_axis_crosses_slices_and_the_inner_one_does_not(found, unit):
     assert getattr(halves[0].flat[0], unit) != getattr(halves[1].flat[0], unit)
 
 
-def test_an_inner_axis_may_be_the_one_between_slices():
-    devices = spmd.arranged({"data": 4, "model": 4}, {"model": 2}, tpus(2))
-    assert along(devices, 0, "slice_index")
-    assert not along(devices, 1, "slice_index")
-
-
-def test_two_axes_between_four_slices():
-    devices = spmd.arranged({"data": 4, "fsdp": 2, "model": 4}, {"data": 2, "fsdp": 2}, tpus(4))
-    assert along(devices, 2, "slice_index")
-    assert not along(devices, 0, "slice_index")
-    assert not along(devices, 1, "slice_index")
-
-
-def test_processes_stand_for_hosts_where_there_are_no_slices():
-    devices = spmd.arranged({"data": 2, "model": 4}, {"data": 2}, cpus(2))
-    assert along(devices, 1, "process_index")
+@pytest.mark.parametrize(
+    ("axes", "dcn", "found", "unit"),
+    [
+        ({"data": 4, "model": 4}, {"model": 2}, tpus(2), "slice_index"),
+        ({"data": 4, "fsdp": 2, "model": 4}, {"data": 2, "fsdp": 2}, tpus(4), "slice_index"),
+        ({"data": 2, "model": 4}, {"data": 2}, cpus(2), "process_index"),
+    ],
+    ids=["the inner axis", "two axes between four slices", "processes stand for hosts without slices"],
+)
+def test_the_axes_between_slices_cross_them_and_no_other_does(axes, dcn, found, unit):
+    devices = spmd.arranged(axes, dcn, found)
+    assert [not along(devices, place, unit) for place in range(len(axes))] == [name in dcn for name in axes]
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,10 @@ def same(device, around, inside=contextlib.nullcontext, backward=None, reentrant
     return wanted["first"][0]
 
 
+def ruled(device):
+    return autocast(device, rules=RULES)
+
+
 both = pytest.mark.parametrize("reentrant", [False, True])
 
 
@@ -104,7 +108,7 @@ def early():
 @pytest.mark.parametrize(
     ("around", "expected"),
     [
-        (lambda device: autocast(device, rules=RULES), (FULL, LOW, LOW)),
+        (ruled, (FULL, LOW, LOW)),
         (lambda device: autocast(device, rules=OTHER), (LOW, FULL, FULL)),
         (lambda device: autocast(device, rules={"module:first": "fp32", "tanh": "fp32"}), (FULL, FULL, FULL)),
         (lambda device: nested(autocast(device, rules=OTHER), autocast(device, rules=RULES)), (FULL, LOW, LOW)),
@@ -122,27 +126,19 @@ def test_the_rules_around_it(device, around, expected, reentrant):
 @pytest.mark.usefixtures("early")
 @both
 @pytest.mark.parametrize(
-    ("inside", "expected"),
+    ("around", "inside", "expected"),
     [
-        (lambda device: autocast(device, rules=OTHER), (LOW, FULL, FULL)),
-        (lambda device: autocast(device, enabled=False), (FULL, FULL, FULL)),
-        (lambda device: torch.autocast(device.type, LOW), (FULL, LOW, LOW)),
-        (lambda device: policy.override(OTHER), (FULL, LOW, LOW)),  # the region's own rules win
-        (lambda device: nested(policy.override(OTHER), autocast(device)), (LOW, FULL, FULL)),
+        (ruled, lambda device: autocast(device, rules=OTHER), (LOW, FULL, FULL)),
+        (ruled, lambda device: autocast(device, enabled=False), (FULL, FULL, FULL)),
+        (ruled, lambda device: torch.autocast(device.type, LOW), (FULL, LOW, LOW)),
+        (ruled, lambda device: policy.override(OTHER), (FULL, LOW, LOW)),  # the region's own rules win
+        (ruled, lambda device: nested(policy.override(OTHER), autocast(device)), (LOW, FULL, FULL)),
+        (lambda device: nested(autocast(device), policy.override(RULES)), autocast, (FULL, LOW, LOW)),
     ],
-    ids=["rules", "off", "torch.autocast", "override", "override of a region"],
+    ids=["rules", "off", "torch.autocast", "override", "override of a region", "a region follows an override"],
 )
-def test_regions_inside_of_it(device, inside, expected, reentrant):
-    found = same(device, lambda: autocast(device, rules=RULES), lambda: inside(device), reentrant=reentrant)
-    assert found == expected
-
-
-@pytest.mark.usefixtures("early")
-@both
-def test_an_override_that_a_region_inside_of_it_follows(device, reentrant):
-    assert same(
-        device, lambda: nested(autocast(device), policy.override(RULES)), lambda: autocast(device), reentrant=reentrant
-    ) == (FULL, LOW, LOW)
+def test_regions_inside_of_it(device, around, inside, expected, reentrant):
+    assert same(device, lambda: around(device), lambda: inside(device), reentrant=reentrant) == expected
 
 
 @pytest.mark.usefixtures("early")
@@ -159,23 +155,19 @@ def test_a_backward_pass_inside_another_region_or_on_another_thread(device, reen
         thread.join()
 
     for backward in (elsewhere, on_a_thread):
-        assert same(device, lambda: autocast(device, rules=RULES), backward=backward, reentrant=reentrant) == (
-            *(FULL, LOW, LOW),
-        )
+        found = same(device, lambda: ruled(device), backward=backward, reentrant=reentrant)
+        assert found == (FULL, LOW, LOW)
 
 
 @pytest.mark.usefixtures("early")
 @pytest.mark.parametrize("outer", [False, True])
 def test_checkpoints_inside_of_checkpoints(device, outer):
-    def around():
-        return autocast(device, rules=RULES)
-
-    _, exact = run(device, around)
+    _, exact = run(device, lambda: ruled(device))
 
     def twice(function, x):
         return checkpoint(lambda x: checkpoint(function, x, use_reentrant=False), x, use_reentrant=outer)
 
-    seen, gradients = run(device, around, twice)
+    seen, gradients = run(device, lambda: ruled(device), twice)
     assert {dtypes for passes in seen.values() for dtypes in passes} == {(FULL, LOW, LOW)}
     assert len(seen["first"]) == 3
     assert all(torch.equal(a, b) for a, b in zip(gradients, exact, strict=True))
