@@ -88,7 +88,7 @@ def computed(form: Any, call: Attention, grad: Any) -> dict[str, Any]:
         return output, logsumexp, *(None if x is None else x.astype(call.dtype) for x in gradients)
 
     results = jax.jit(both)(*(x.base if isinstance(x, Permuted) else x for x in operands))
-    return dict(zip(("output", "logsumexp", "query", "key", "value", "bias"), results, strict=True))
+    return dict(zip(("output", "logsumexp", *names[:4]), results, strict=True))
 
 
 def agree(got: dict[str, Any], want: dict[str, np.ndarray], tolerances: tuple[float, float]) -> None:
