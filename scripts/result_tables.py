@@ -5,7 +5,7 @@ pytest tests/lazy/torch_integration/test_device_generic.py -m "full or not full"
 python scripts/result_tables.py devices results.xml        # docs/lists/device_tests.md
 python scripts/result_tables.py scaler scaler.xml          # the same page; tests/helpers/torch_test_device.py makes it
 
-pytest tests/integrations --junit-xml results.xml
+pytest tests/integrations -m "full or not full" --junit-xml results.xml
 python scripts/result_tables.py frameworks results.xml     # docs/frameworks.md
 
 python scripts/result_tables.py operations [--check]       # docs/lists/operations.md, from limitations.toml

@@ -27,6 +27,7 @@ def test_the_page_has_the_table_and_no_empty_cell_of_a_count() -> None:
     assert all(row["waits a step"] == "0" for row in rows.values())
 
 
+@pytest.mark.full
 def test_recorded_results_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_some.py").write_text(TEST)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junit-xml=report.xml", "test_some.py"]

@@ -95,7 +95,12 @@ class Training:
 
 @pytest.mark.parametrize(
     ("precision", "accumulated", "tolerance"),
-    [("no", 1, 1e-5), ("bf16", 1, 3e-2), ("fp16", 1, 5e-3), ("fp16", 2, 5e-3)],
+    [
+        pytest.param("no", 1, 1e-5, marks=pytest.mark.full),
+        ("bf16", 1, 3e-2),
+        pytest.param("fp16", 1, 5e-3, marks=pytest.mark.full),
+        ("fp16", 2, 5e-3),
+    ],
 )
 def test_a_loop_of_accelerate_trains_as_on_the_cpu(
     precision: Any, accumulated: int, tolerance: float, record: Any
@@ -249,7 +254,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(
     ("options", "tolerance"),
-    [({}, 1e-5), ({"bf16": True}, 3e-2), ({"fp16": True}, 5e-3)],
+    [pytest.param({}, 1e-5, marks=pytest.mark.full), ({"bf16": True}, 3e-2), ({"fp16": True}, 5e-3)],
     ids=["fp32", "bf16", "fp16"],
 )
 def test_the_trainer_trains_as_on_the_cpu(
@@ -341,7 +346,7 @@ def test_whether_a_step_was_skipped_is_known_if_asked(reads: bool, monkeypatch: 
     assert rates == ([0.5, 0.5, 0.25] if reads else [0.5, 0.25, 0.125])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.full)])
 def test_a_resumed_run_is_bitwise_the_undisturbed_one(precision: str, tmp_path: Path, record: Any) -> None:
     options = {precision: True, "save_strategy": "steps", "save_steps": 11}
     whole = trainer(net(0.5), tmp_path, **options)
@@ -459,7 +464,9 @@ def test_text_is_generated_during_evaluation(tmp_path: Path) -> None:
     assert len({token for row in found[0] for token in row}) > 3
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"return_dict_in_generate": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, pytest.param({}, marks=pytest.mark.full), {"return_dict_in_generate": True}], ids=str
+)
 def test_generated_text_of_any_length_has_two_programs(options: dict[str, Any]) -> None:
     size = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 20}
     torch.manual_seed(0)
@@ -487,7 +494,7 @@ def test_generated_text_of_any_length_has_two_programs(options: dict[str, Any]) 
     assert xla_amp.metrics()["compilations"] <= ("num_beams" in options)
 
 
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("beams", [3, pytest.param(1, marks=pytest.mark.full)])
 def test_generated_text_of_an_encoder_and_decoder_has_programs_for_any_length(beams: int) -> None:
     torch.manual_seed(0)
     size = {"d_model": 8, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "vocab_size": 20, "max_position_embeddings": 32}

@@ -69,7 +69,11 @@ def losses(model: Net) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("precision", "dtype", "tolerance"),
-    [("32-true", torch.float32, 1e-5), ("bf16-mixed", torch.bfloat16, 3e-2), ("16-mixed", torch.float16, 5e-3)],
+    [
+        pytest.param("32-true", torch.float32, 1e-5, marks=pytest.mark.full),
+        ("bf16-mixed", torch.bfloat16, 3e-2),
+        ("16-mixed", torch.float16, 5e-3),
+    ],
 )
 def test_losses_are_those_of_lightning_on_the_cpu(precision: str, dtype: torch.dtype, tolerance: float) -> None:
     expected, model = net(), net()
@@ -110,9 +114,9 @@ class Counts(lightning.Callback):
     ("options", "executions"),
     [
         ({"precision": "bf16-mixed"}, 8),
-        ({"precision": "16-mixed", "gradient_clip_val": 1.0}, 8),
-        ({"precision": "32-true"}, 8),
-        ({"precision": "16-mixed", "accumulate_grad_batches": 4}, 2),
+        pytest.param({"precision": "16-mixed", "gradient_clip_val": 1.0}, 8, marks=pytest.mark.full),
+        pytest.param({"precision": "32-true"}, 8, marks=pytest.mark.full),
+        ({"precision": "16-mixed", "accumulate_grad_batches": 4, "gradient_clip_val": 1.0}, 2),
     ],
     ids=["bf16", "fp16-clip", "fp32", "fp16-accumulate"],
 )
@@ -159,7 +163,10 @@ def test_a_progress_bar_reads_only_when_it_is_drawn() -> None:
     assert [syncs for _, syncs, _ in counts.found] == [2, 2]
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "32-true"])
+@pytest.mark.parametrize(
+    "precision",
+    ["16-mixed", pytest.param("bf16-mixed", marks=pytest.mark.full), pytest.param("32-true", marks=pytest.mark.full)],
+)
 def test_a_resumed_run_is_bitwise_the_undisturbed_one(precision: str, tmp_path: Path, record: Any) -> None:
     whole = net()
     trainer(precision=precision, max_epochs=4).fit(whole, loader())
@@ -321,7 +328,9 @@ def fabric_losses(steps: int = 8, **options: Any) -> tuple[torch.Tensor, Any, An
     return torch.stack([loss.float().cpu() for loss in found]), fabric, model, optimizer
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("16-mixed", 5e-3)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [pytest.param("32-true", 1e-5, marks=pytest.mark.full), ("16-mixed", 5e-3)]
+)
 def test_fabric_trains_as_on_the_cpu(precision: Any, tolerance: float) -> None:
     expected = fabric_losses(accelerator="cpu")[0]
     found, fabric, _, _ = fabric_losses(accelerator="xla_amp", precision=precision)
