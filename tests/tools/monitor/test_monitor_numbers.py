@@ -162,7 +162,7 @@ def test_a_step_is_one_executable_without_a_host_sync(scaled, captured):
     assert len(steps) == 24
 
 
-@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("captured", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_what_is_not_finite_is_named(scaled, captured, recwarn):
     model, optimizer, scaler, step, device = scaled
     with torch.no_grad():

@@ -134,7 +134,7 @@ def test_a_finite_step_and_one_that_is_compiled():
 
 
 def test_the_first_overflow_of_a_backward_pass(device):
-    trainer = Trainer(device, Block(), init_scale=2.0**40)
+    trainer = Trainer(device, init_scale=2.0**40)
     report = find_overflow(trainer.step, trainer.batch)
     first = report.first
     assert (first.place.phase, first.made) == ("backward", "inf")
@@ -224,6 +224,7 @@ def test_a_step_that_fails_is_taken_back(device):
     assert F.relu(trainer.batch).device.type == device.type
 
 
+@pytest.mark.full  # as the blocks of other pages
 def test_the_report_in_the_documentation_is_that_of_its_script(tmp_path, capsys, monkeypatch):
     page = (Path(__file__).parents[3] / "docs/tools.md").read_text(encoding="utf-8")
     script, report = re.search(r"`overflow_demo.py`:\n\n```python\n(.*?)```.*?```\n(.*?)```", page, re.DOTALL).groups()

@@ -33,7 +33,7 @@ def batches(seed: int, number: int = 5) -> list[torch.Tensor]:
     return [torch.randn(8, 32, generator=generator) for _ in range(number)]
 
 
-@pytest.fixture(scope="module", params=["cpu", "xla"])
+@pytest.fixture(scope="module", params=["xla", pytest.param("cpu", marks=pytest.mark.full)])
 def found(request) -> tuple[NearlyEqual, SearchResult]:
     device = xla_amp.xla_device() if request.param == "xla" else torch.device("cpu")
     model = NearlyEqual().to(device)
