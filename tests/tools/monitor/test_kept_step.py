@@ -37,7 +37,7 @@ def make(where: str, seed: int = 1):
         model[1].up.weight[3] = 100.0 * seed
     model.to(device)
     on_cpu = where == "cpu"
-    optimizer = (torch.optim if on_cpu else xla_amp.syncfree).AdamW(model.parameters(), lr=1e-3)
+    optimizer = (torch.optim if on_cpu else xla_amp.syncfree).SGD(model.parameters(), lr=1e-3, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if on_cpu else xla_amp.GradScaler(init_scale=64.0)
 
     def step(x, y):

@@ -41,7 +41,7 @@ class Trainer:
     def __init__(self, device, *blocks, init_scale=2.0**10, dtype=torch.float16):
         torch.manual_seed(0)
         self.model = nn.Sequential(*blocks, nn.BatchNorm1d(3), nn.Dropout(0.2), nn.Linear(4, 2)).to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.scaler = GradScaler(device, init_scale=init_scale)
         self.batch = torch.randn(2, 3, 4).to(device)
