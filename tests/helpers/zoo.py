@@ -62,12 +62,6 @@ def text() -> Batch:
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
 
 
-def text_without_mask() -> Batch:
-    """Token ids and labels alone."""
-    tokens = _tokens()
-    return {"input_ids": tokens, "labels": tokens}
-
-
 def translation() -> Batch:
     """Source tokens with their mask, target tokens as labels."""
     return {"input_ids": _tokens(), "attention_mask": _padding(), "labels": _tokens(8)}
