@@ -159,10 +159,7 @@ def linear(x, w):
 
 linear.defvjp(
     lambda x, w: (x @ w, (x, w)),
-    lambda saved, g: (
-        product("btf,df->btd", g, saved[1], "data"),
-        product("btd,btf->df", saved[0], g, None, "model"),
-    ),
+    lambda saved, g: (product("btf,df->btd", g, saved[1], "data"), product("btd,btf->df", saved[0], g, None, "model")),
 )
 
 

@@ -113,10 +113,15 @@ def test_carries_keep_their_dtype_or_take_the_low_one(x, w):
 
         return lax.scan(body, (x, jnp.float32(0)), None, length=3)[0]
 
-    (kept,), (low,) = loop_types(autocast(function), x), loop_types(autocast(function, carry="low"), x)
-    assert "tensor<4x8xf32>" in kept
-    assert "tensor<4x8xbf16>" in low
-    assert "tensor<4x8xf32>" not in low
+    def in_a_while(x):
+        return lax.while_loop(lambda c: c[1] < 3, lambda c: (jnp.tanh(c[0] @ w), c[1] + 1), (x, 0))[0]
+
+    for each in (function, in_a_while):
+        (kept,), (low,) = loop_types(autocast(each), x), loop_types(autocast(each, carry="low"), x)
+        assert "tensor<4x8xf32>" in kept
+        assert "tensor<4x8xbf16>" in low
+        assert "tensor<4x8xf32>" not in low
+    (low,) = loop_types(autocast(function, carry="low"), x)
     assert "tensor<f32>" in low  # a sum stays float32
     out, total = autocast(function, carry="low")(x)
     assert out.dtype == total.dtype == jnp.float32
@@ -125,15 +130,6 @@ def test_carries_keep_their_dtype_or_take_the_low_one(x, w):
     for carry in ("keep", "low"):
         mixed = autocast(function, carry=carry)
         np.testing.assert_allclose(jax.grad(lambda x, f=mixed: f(x)[1])(x), expected, atol=5e-2)
-
-
-def test_while_carries_take_the_low_dtype_too(x, w):
-    def function(x):
-        return lax.while_loop(lambda c: c[1] < 3, lambda c: (jnp.tanh(c[0] @ w), c[1] + 1), (x, 0))[0]
-
-    (kept,), (low,) = loop_types(autocast(function), x), loop_types(autocast(function, carry="low"), x)
-    assert "tensor<4x8xf32>" in kept
-    assert "tensor<4x8xbf16>" in low
 
 
 LAYERS = {

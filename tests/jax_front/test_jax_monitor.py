@@ -14,16 +14,7 @@ import optax
 import pytest
 
 from xla_amp.errors import FileError, StepError
-from xla_amp.jax import (
-    LossScale,
-    autocast,
-    find_overflow,
-    monitor,
-    select,
-    skip_nonfinite,
-    statistics,
-    value_and_grad,
-)
+from xla_amp.jax import LossScale, autocast, find_overflow, monitor, select, skip_nonfinite, statistics, value_and_grad
 from xla_amp.tools.monitor.on_jax import load
 
 X = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)

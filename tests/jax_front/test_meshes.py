@@ -17,9 +17,7 @@ import forked
 import pytest
 
 SCRIPT = Path(__file__).with_name("programs_on_four_devices.py")
-QUICK = {
-    "explicit": ("block",),
-}
+QUICK = {"explicit": ("block",)}
 """Mesh -> programs of a plain run; `test_all_programs` has the others."""
 BOTH_AXES = ("explicit", "auto", "mixed", "mixed tensor")
 MESHES = {

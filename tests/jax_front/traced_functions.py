@@ -182,11 +182,6 @@ def image(random):
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 
 
-@row(lambda random: {"w": array(random, 3, 3, 4, 6, scale=0.2)}, image)
-def convolution(p, x):
-    return lax.conv_general_dilated(x, p["w"], (1, 1), "SAME", dimension_numbers=LAYOUT)
-
-
 @row(lambda random: {"w": array(random, 3, 3, 2, 6, scale=0.2)}, image)
 def grouped_strided_convolution(p, x):
     return lax.conv_general_dilated(

@@ -88,10 +88,7 @@ def test_a_malformed_rule_has_one_message(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["softmax"],
-            "'softmax': expected PATTERN=CAST, e.g. tanh=fp32, with one of low, fp32,",
-        ),
+        (["softmax"], "'softmax': expected PATTERN=CAST, e.g. tanh=fp32, with one of low, fp32,"),
         (["=fp32"], "'=fp32': expected PATTERN=CAST"),
         (["mm=low;tanh=low"], "'mm=low;tanh=low': expected one rule, PATTERN=CAST; repeat --rule for another"),
         (["mm=low", "mm=fp32"], "--rule names 'mm' twice, = low and = fp32; keep one"),
@@ -146,12 +143,7 @@ INEFFECTIVE: list[tuple[Callable[..., None], Any, type[Exception], str]] = [
     (in_stablehlo, {"softmax": "low"}, PolicyError, r"softmax = low .*: StableHLO programs contain only its parts"),
     (in_stablehlo, {"mylib::attention": "low"}, PolicyError, r"mylib::attention = low .*operator of a torch library"),
     (in_stablehlo, {"upsample_*": "fp32"}, PolicyError, r"upsample_\* = fp32 .*: StableHLO programs contain only"),
-    (
-        in_torch,
-        {"special_zeta": "fp32", "matmul": "keep"},
-        RuleWarning,
-        r"special_zeta = fp32 .*: it has matched no",
-    ),
+    (in_torch, {"special_zeta": "fp32", "matmul": "keep"}, RuleWarning, r"special_zeta = fp32 .*: it has matched no"),
     (in_torch, {"mylib::scan": "low"}, RuleWarning, r"mylib::scan = low .*: it has matched no operation"),
     (in_torch, {"module:*.decoder.mm": "fp32"}, RuleWarning, r"module:\*\.decoder\.mm = fp32 .*it has matched no"),
 ]

@@ -37,12 +37,7 @@ def test_the_four_forms_have_the_same_casts(script: Any, found: Any) -> None:
 
 def test_each_kind_of_rule_acts(found: Any) -> None:
     decided = {(row.operation, row.dtype) for row in found["PyTorch"] if row.layer != "builtin"}
-    assert decided == {
-        ("bmm", "float32"),
-        ("layer_norm", "bfloat16"),
-        ("silu", "float32"),
-        ("linear", "float32"),
-    }
+    assert decided == {("bmm", "float32"), ("layer_norm", "bfloat16"), ("silu", "float32"), ("linear", "float32")}
 
 
 def test_the_page_is_up_to_date(script: Any, found: Any) -> None:

@@ -39,12 +39,7 @@ class ResidualBlock(nn.Module):
 
 
 def resnet() -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
-    layers = [
-        nn.Conv2d(3, 8, 3, stride=2),
-        nn.MaxPool2d(2),
-        ResidualBlock(8),
-        nn.AdaptiveAvgPool2d(1),
-    ]
+    layers = [nn.Conv2d(3, 8, 3, stride=2), nn.MaxPool2d(2), ResidualBlock(8), nn.AdaptiveAvgPool2d(1)]
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 10))
     return model, (torch.randn(8, 3, 32, 32), torch.randint(10, (8,))), lambda m, x, y: F.cross_entropy(m(x), y)
 
