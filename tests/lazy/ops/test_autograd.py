@@ -105,42 +105,6 @@ def accumulated_gradients(where: str) -> Any:
 
 
 @program
-def gradients_of_chosen_inputs(where: str) -> Any:
-    x, y = line(3, where=where, grad=True), line(3, where=where, grad=True)
-    z = x * x.detach() + y
-    unused = line(2, where=where, grad=True)
-    return torch.autograd.grad(z.sum(), [x, y, unused], allow_unused=True, grad_outputs=torch.ones((), device=where))
-
-
-@program
-def a_function_of_ones_own(where: str) -> Any:
-    class Cube(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x)
-            return x**3
-
-        @staticmethod
-        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-            (x,) = ctx.saved_tensors
-            return g * 3 * x * x
-
-    x = line(4, where=where, grad=True)
-    Cube.apply(x).sum().backward()
-    return x.grad
-
-
-@program
-def saved_tensor_hooks(where: str) -> Any:
-    packed = []
-    x = line(4, where=where, grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t.clone(), lambda t: t):
-        y = (x.exp() * x).sum()
-    y.backward()
-    return x.grad, len(packed)
-
-
-@program
 def saved_on_the_cpu(where: str) -> Any:
     x = line(4, where=where, grad=True)
     with torch.autograd.graph.save_on_cpu():
