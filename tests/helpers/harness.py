@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -31,6 +30,7 @@ from torch.utils._pytree import (
 
 from xla_amp import lazy as engine
 from xla_amp.errors import XlaAmpError
+from xla_amp.lazy.dtypes import TO_NUMPY, to_numpy, to_torch
 from xla_amp.lowering import Lowering, find
 from xla_amp.lowering.operand import materialize
 
@@ -287,22 +287,12 @@ def compare(
 
 def to_array(tensor: torch.Tensor) -> jax.Array:
     """A CPU tensor as a JAX array of the same dtype (inside `jax.enable_x64`)."""
-    tensor = tensor.detach().resolve_conj().contiguous()
-    if tensor.dtype is torch.bfloat16:
-        return jnp.array(tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
-    return jnp.array(tensor.numpy())
+    return jnp.array(to_numpy(tensor.detach().resolve_conj().contiguous()))
 
 
 def to_tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
     """A JAX array as a CPU tensor of `dtype`, converted as the engine converts results."""
-    array = np.asarray(jax.lax.convert_element_type(array, _numpy(dtype)))
-    if dtype is torch.bfloat16:
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(array.copy())
-
-
-def _numpy(dtype: torch.dtype) -> np.dtype[Any]:
-    return np.dtype(ml_dtypes.bfloat16) if dtype is torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype
+    return to_torch(np.array(jax.lax.convert_element_type(array, TO_NUMPY[dtype])))
 
 
 class Lowered:
@@ -311,7 +301,7 @@ class Lowered:
     def __init__(self, name: str, args: Sequence[Any], kwargs: Any, like: Sequence[Any], platform: str) -> None:
         self._lowering, self._kwargs, self.like = lowering_of(name), kwargs, like
         self._leaves, self._tree = tree_flatten(list(args))
-        outs = tuple(None if x is None else jax.ShapeDtypeStruct(tuple(x.shape), _numpy(x.dtype)) for x in like)
+        outs = tuple(None if x is None else jax.ShapeDtypeStruct(tuple(x.shape), TO_NUMPY[x.dtype]) for x in like)
         supplies = {"out": outs[0], "outs": outs, "platform": platform}
         self._supplies = {key: value for key, value in supplies.items() if key in self._lowering.supplies}
         self.tensors = {i: x for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor)}
