@@ -77,12 +77,7 @@ def test_a_name_that_is_gone_is_found(name: str) -> None:
     assert not found(name)
 
 
-def test_rows_are_sentences_and_the_page_tells_their_number() -> None:
-    for row in ROWS:
-        assert row.keys() == {"names", "why", "without", "versions"}
-        assert row["why"].endswith(".")
-        assert row["without"]
-        assert not row["without"].endswith(".")
+def test_the_page_tells_the_number() -> None:
     text = (ROOT / "docs" / "limits.md").read_text("utf-8")
     [number] = re.findall(r"uses (\d+)\s+private\s+names\s+of\s+torch,\s+JAX\s+and\s+CPython", text)
     assert int(number) == len(NAMES) == sum(len(row["names"]) for row in ROWS)
