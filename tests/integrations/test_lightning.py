@@ -143,8 +143,8 @@ class Logs(Net):
         return loss
 
 
-@pytest.mark.parametrize("on_epoch", [False, True])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("on_epoch", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("precision", ["16-mixed", pytest.param("bf16-mixed", marks=pytest.mark.full)])
 def test_a_training_has_two_programs(
     precision: str, on_epoch: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,20 +77,6 @@ def test_a_forward_pass(device):
     assert {row["policy"] for row in report.rows()} == {"cpu"}
 
 
-def test_a_step_on_the_lazy_device():
-    device = xla_amp.xla_device()
-    model, x = Model().to(device), torch.rand(4, 4).to(device)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), xla_amp.GradScaler("xla")
-    with xla_amp.explain() as report:
-        with xla_amp.autocast(device):
-            loss = model(x)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert [row[0] for row in ruled(report)] == ["linear", "matmul", "softmax.int", "mse_loss"]
-    assert report.summary()["casts_inserted"]["float32->bfloat16"] == 3
-
-
 def test_a_step_of_nnx_names_the_users_line_and_the_path_of_the_module():
     from flax import nnx
 
