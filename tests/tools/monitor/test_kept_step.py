@@ -100,6 +100,11 @@ def test_the_first_bad_step_is_kept_with_the_state_before_it(run):
     assert torch.equal(torch.get_rng_state(), generator)
 
 
+@pytest.mark.parametrize(
+    "run",
+    ["cpu", pytest.param("xla", marks=pytest.mark.full), pytest.param("captured", marks=pytest.mark.full)],
+    indirect=True,
+)
 def test_find_overflow_runs_the_step_on_what_was_kept(run):
     where, monitor, *_ = run
     model, optimizer, _, step = make(where, seed=3)
