@@ -224,7 +224,7 @@ def test_arguments_auxiliary_values_and_leaves_without_gradient():
         return scale * jnp.sum(y**2), {"y": y}
 
     x = jnp.ones((3, 2))
-    step = value_and_grad(loss, argnums=(2, 0), has_aux=True)
+    step = eqx.filter_jit(value_and_grad(loss, argnums=(2, 0), has_aux=True))
     (value, aux), (grads, by_factor), finite, _ = step(LossScale.dynamic(), jnp.float32(2.0), x, tree)
     assert aux["y"].shape == (3, 1)
     assert bool(finite)

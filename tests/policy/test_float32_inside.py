@@ -136,7 +136,7 @@ def test_jax_computes_in_float32_and_stores_low_values(name: str) -> None:
     h = (X.astype(jnp.bfloat16) @ W.astype(jnp.bfloat16)).astype(jnp.float32)
     # The composite is compared with itself in float32, after the same low product: one rounding is left.
     np.testing.assert_allclose(np.float32(out), JAX_FUNCTIONS[name](h), rtol=1 / 128, atol=0.02)
-    exact = jax.grad(lambda x: after_a_product(x).sum())(X)
+    exact = jax.jit(jax.grad(lambda x: after_a_product(x).sum()))(X)
     for got in (pull(jnp.ones_like(out))[0], inside):
         np.testing.assert_allclose(got, exact, atol=0.03 * float(jnp.abs(exact).max()) + 0.02)
 
@@ -252,7 +252,7 @@ def test_products_with_float32_results() -> None:
 
     with policy.override(mm="low_fp32_out", tanh="keep"), events.capture() as records:
         out = autocast(function, strict=True)(X, W)
-        gradient = jax.grad(lambda w: autocast(function, strict=True)(X, w).sum())(W)
+        gradient = jax.jit(jax.grad(lambda w: autocast(function, strict=True)(X, w).sum()))(W)
     products = [each for each in records if each.cast == "low_fp32_out"]
     assert {(each.used, each.result) for each in products} == {(("bfloat16", "bfloat16"), ("float32",))}
     tanh = next(each for each in records if each.operation == "tanh")
@@ -261,4 +261,4 @@ def test_products_with_float32_results() -> None:
     decided = [(each.after, *each.result) for each in converted.report.operations if each.cast == "low_fp32_out"]
     assert decided == [("bfloat16", "float32")] * 2
     np.testing.assert_allclose(out, function(X, W), atol=0.1)
-    np.testing.assert_allclose(gradient, jax.grad(lambda w: function(X, w).sum())(W), atol=0.3)
+    np.testing.assert_allclose(gradient, jax.jit(jax.grad(lambda w: function(X, w).sum()))(W), atol=0.3)

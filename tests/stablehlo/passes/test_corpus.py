@@ -49,7 +49,7 @@ def test_checks_can_fail() -> None:
     assert checks.error([1.1 * each for each in exact], exact) > case.tolerance
 
 
-@pytest.mark.parametrize("name", ["mlp step", "recurrent step", "blocks by scan, step"])
+@pytest.mark.parametrize("name", ["mlp step", "recurrent step", "block step"])
 def test_float16_by_the_rules_for_gpu(name: str) -> None:
     case = corpus.CASES[name]
     converted = autocast(corpus.lowered(case), policy="gpu")

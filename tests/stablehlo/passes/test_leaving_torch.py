@@ -71,10 +71,13 @@ def exported_step(make: Any, device: torch.device) -> Exported:
 
 
 # Gradients before a batch norm are small differences of large ones, and a relu or a largest pixel flips here and there.
-MODELS = [(resnet, 11, 0.15), (gpt2, 16, 0.05)]
+MODELS = [
+    pytest.param(resnet, 11, 0.15, id="resnet"),
+    pytest.param(gpt2, 16, 0.05, id="gpt2", marks=pytest.mark.full),
+]
 
 
-@pytest.mark.parametrize(("make", "contractions", "tolerance"), MODELS, ids=["resnet", "gpt2"])
+@pytest.mark.parametrize(("make", "contractions", "tolerance"), MODELS)
 def test_step_of_a_model(make: Any, contractions: int, tolerance: float, device: torch.device) -> None:
     program = exported_step(make, device)
     names = [value.name for value in program.inputs]
