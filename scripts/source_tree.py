@@ -76,9 +76,9 @@ def commit() -> str:
 
 
 @functools.cache
-def python_files(root: Path = ROOT) -> list[str]:
-    """Every source file of the repository, as sorted paths relative to `root`."""
-    found = (path.relative_to(root) for folder in FOLDERS for path in (root / folder).rglob("*.py"))
+def python_files() -> list[str]:
+    """Every source file of the repository, as sorted paths relative to the root."""
+    found = (path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
     return sorted(path.as_posix() for path in found if "__pycache__" not in path.parts)
 
 
@@ -94,9 +94,9 @@ def module_name(path: str) -> str:
 
 
 @functools.cache
-def modules(root: Path = ROOT) -> dict[str, str]:
+def modules() -> dict[str, str]:
     """Module name -> path for the files that install as part of the package."""
-    return {module_name(path): path for path in python_files(root) if path.startswith(("xla_amp/", "lowering/"))}
+    return {module_name(path): path for path in python_files() if path.startswith(("xla_amp/", "lowering/"))}
 
 
 @functools.cache
