@@ -191,6 +191,20 @@ def test_the_flag_of_value_and_grad_is_used():
     assert int(state.inner[0].count) == 1
 
 
+def test_a_loss_scale_in_the_state_unscales_and_follows_the_flag():
+    scale = LossScale.dynamic(4.0, growth_interval=2, min_scale=2.5, max_scale=7.0)
+    optimizer, params = skip_nonfinite(optax.sgd(0.5), loss_scale=scale), {"w": jnp.ones(3)}
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    seen = []
+    for value in (1.0, 1.0, np.inf, np.nan, 1.0, -np.inf, 1.0):
+        updates, state = update(state.loss_scale.scale({"w": jnp.full(3, value)}), state, params)
+        assert updates["w"].tolist() == [-0.5 if value == 1 else 0.0] * 3
+        counts = [(int(each.skipped), int(each.skipped_in_a_row)) for each in (state.loss_scale, state)]
+        assert counts[0] == counts[1]
+        seen.append((float(state.loss_scale.value), *counts[0]))
+    assert seen == [(4, 0, 0), (7, 0, 0), (3.5, 1, 1), (2.5, 2, 2), (2.5, 2, 0), (2.5, 3, 1), (2.5, 3, 0)]
+
+
 def test_extra_arguments_reach_the_inner_transformation():
     optimizer = skip_nonfinite(optax.polyak_sgd())
     params = {"w": jnp.ones(3)}

@@ -113,12 +113,6 @@ def test_compile(device):
     assert torch_xla.compile(full_graph=True)(lambda x: x + 1)(x).tolist() == [2.0] * 3
 
 
-def test_loader(device):
-    batches = [torch.ones(2), torch.zeros(2)]
-    found = [batch for batch in pl.MpDeviceLoader(batches, device)]  # noqa: C416
-    assert [batch.device for batch in found] == [device] * 2
-
-
 def test_spmd_refusals():
     with pytest.raises(ValueError, match="use_spmd"):
         xr.use_spmd(auto=True)
