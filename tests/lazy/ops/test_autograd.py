@@ -105,6 +105,24 @@ def accumulated_gradients(where: str) -> Any:
 
 
 @program
+def a_function_of_ones_own(where: str) -> Any:
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return g * 3 * x * x
+
+    x = line(4, where=where, grad=True)
+    Cube.apply(x).sum().backward()
+    return x.grad
+
+
+@program
 def saved_on_the_cpu(where: str) -> Any:
     x = line(4, where=where, grad=True)
     with torch.autograd.graph.save_on_cpu():
@@ -257,6 +275,16 @@ def test_versions_count_writes_through_aliases(device: torch.device) -> None:
     assert versions("jax") == versions("cpu")
 
 
+def test_an_optimizer_step_makes_older_graphs_stale(device: torch.device) -> None:
+    model = network("jax")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    first, second = model(line(4, 3, where="jax")).sum(), model(line(4, 3, where="jax")).sum()
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
 def test_a_leaf_is_not_written_in_place(device: torch.device) -> None:
     w = torch.ones(3, device=device, requires_grad=True)
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"):
@@ -312,6 +340,8 @@ def test_a_backward_pass_does_not_cut(device: torch.device) -> None:
     assert (counts.executions, counts.host_syncs) == (1, 0)
 
 
+@pytest.mark.full
 def test_gradcheck(device: torch.device) -> None:
-    x = torch.linspace(0.1, 1, 2, dtype=torch.float64).to(device).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: x.log().sigmoid().sum(), x)
+    x = torch.linspace(0.1, 1, 6, dtype=torch.float64).view(2, 3).to(device).requires_grad_()
+    w = torch.linspace(-1, 1, 6, dtype=torch.float64).view(3, 2).to(device).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w: (x.log() @ w).sigmoid()[:, 1:].cumsum(0), (x, w))

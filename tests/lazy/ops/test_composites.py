@@ -171,6 +171,14 @@ def same_modules(cases: dict[str, Case]) -> None:
 SEQUENCE = sample(6, 3, 5)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("network", [nn.LSTM, nn.GRU, nn.RNN])
+def test_options_of_recurrent_networks(network, device):
+    torch.manual_seed(0)
+    options = [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False, "batch_first": True}]
+    same_modules({str(each): case(network(5, 4, **each), SEQUENCE) for each in options})
+
+
 def test_recurrent_networks(device):
     torch.manual_seed(0)
     cases = {
