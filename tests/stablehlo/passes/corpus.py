@@ -23,6 +23,8 @@ class Case(NamedTuple):
     """Largest error of an output, as a norm relative to the output's: some bfloat16 roundings (2**-9) deep."""
     contractions: int = 1
     """Smallest expected number."""
+    asked: int = 0
+    """Contractions whose precision the program asks for: they stay in float32."""
 
 
 def floats(*shape: int, scale: float = 1.0) -> np.ndarray[Any, Any]:
@@ -142,6 +144,10 @@ def trained(weight: Any, xs: Any, ys: Any) -> Any:
     return lax.scan(step, weight, (xs, ys))[0]
 
 
+def counted(weight: Any, x: Any) -> Any:
+    return lax.while_loop(lambda state: state[1] < 5, lambda state: (jnp.tanh(state[0] @ weight), state[1] + 1), (x, 0))
+
+
 def sharded(weight: Any, x: Any) -> Any:
     mesh = Mesh(np.array(jax.devices()[:1]), ("i",))
     part = PartitionSpec("i")
@@ -178,6 +184,11 @@ CASES: dict[str, Case] = {
         0.04,
         17,
     ),
+    "attention": Case(
+        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),
+        (floats(2, 8, 4, 16), floats(2, 8, 4, 16), floats(2, 8, 4, 16)),
+        contractions=2,
+    ),
     "cross entropy step": Case(
         jax.value_and_grad(lambda w, x, t: -jnp.mean(jax.nn.log_softmax(jax.nn.relu(x @ w) @ w)[jnp.arange(4), t])),
         (_SQUARE, _ROWS, _TOKENS),
@@ -185,7 +196,16 @@ CASES: dict[str, Case] = {
         5,
     ),
     "recurrent step": Case(jax.grad(squared(recurrent)), (_RECURRENT, _SEQUENCE), 0.04, 5),
+    "while": Case(counted, (_SQUARE, _ROWS), 0.03),
+    "sum in a loop": Case(
+        lambda w, x: lax.fori_loop(0, 10, lambda i, total: total + x @ w, jnp.zeros((4, 16))), (_SQUARE, _ROWS)
+    ),
     "training loop": Case(trained, (floats(16, 8, scale=0.3), floats(6, 32, 16), floats(6, 32, 8)), 0.003, 2),
+    "cond": Case(
+        lambda i, w, x: lax.cond(i > 0, lambda x: jax.nn.relu(x @ w) @ w, lambda x: x @ w @ w, x),
+        (np.int32(1), _SQUARE, _ROWS),
+        contractions=4,
+    ),
     "convolutions step": Case(jax.grad(squared(residual_network)), (residual_parameters(), _IMAGES), 0.04, 10),
     "largest of a window, step": Case(
         # Two values that bfloat16 makes equal pass the gradient to another pixel, so few pixels make a large share.
@@ -211,12 +231,19 @@ CASES: dict[str, Case] = {
     "associative scan": Case(
         lambda w, x: lax.associative_scan(jnp.multiply, jax.nn.sigmoid(x @ w)) @ w, (_SQUARE, _ROWS), contractions=2
     ),
+    "second derivative": Case(jax.hessian(lambda w: jnp.sum(jnp.tanh(w @ w))), (floats(6, 6),), 0.06, 9),
     "low in parts": Case(
         lambda a, b: (a.astype(jnp.bfloat16) @ b.astype(jnp.bfloat16)).astype(jnp.float32) @ b,
         (_SQUARE, _SQUARE),
         contractions=2,
     ),
+    "highest precision": Case(
+        lambda a, b: jnp.dot(a, b, precision="highest") @ b, (_SQUARE, _SQUARE), contractions=2, asked=1
+    ),
     "exact gelu": Case(lambda w, x: jax.nn.gelu(x @ w, approximate=False) @ w, (_SQUARE, _ROWS), contractions=2),
+    "ragged": Case(
+        lambda x, w, sizes: lax.ragged_dot(x, w, sizes), (floats(8, 16), floats(2, 16, 4), np.array([3, 5], np.int32))
+    ),
 }
 
 
