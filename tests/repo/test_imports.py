@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 import xla_amp
 import xla_amp.jax
 
@@ -46,6 +48,13 @@ LIGHT = """
 
 def test_the_package_loads_no_library_and_prints_nothing():
     assert printed(LIGHT) == ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("statement", ["import numpy", "print('hello')"])
+def test_what_loads_or_prints_is_found(statement):
+    with pytest.raises(AssertionError, match=r"numpy|hello"):
+        assert printed(LIGHT.replace('"import xla_amp",', f'"{statement}",')) == ""
 
 
 def test_a_module_may_be_the_first_to_load_torch():
