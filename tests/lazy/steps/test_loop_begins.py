@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,50 +16,36 @@ import xla_amp
 from xla_amp.lazy.programs import execute
 from xla_amp.testing import counts as counted
 
-Update = Callable[[nn.Module, torch.Tensor], None]
-SETUPS: dict[str, Callable[[nn.Module], tuple[torch.Tensor | None, Update]]] = {}
-"""Name -> what a script makes before its loop: weights of the classes, and what it does after each step."""
+
+def nothing(model: nn.Module) -> dict[str, Any]:
+    """What a script makes before its loop: `weights` of the classes, and how it does an `update` after each step."""
+    return {}
 
 
-def setup(make: Callable[[nn.Module], tuple[torch.Tensor | None, Update]]) -> Any:
-    SETUPS[make.__name__] = make
-    return make
+def a_computed_constant(model: nn.Module) -> dict[str, Any]:
+    return {"weights": torch.linspace(1, 2, 3, device="jax").softmax(0)}
 
 
-@setup
-def nothing(model: nn.Module) -> tuple[torch.Tensor | None, Update]:
-    return None, lambda model, loss: None
+def a_sum_of_losses(model: nn.Module) -> dict[str, Any]:
+    total = torch.zeros((), device="jax")
+    return {"update": total.add_}
 
 
-@setup
-def a_computed_constant(model: nn.Module) -> tuple[torch.Tensor | None, Update]:
-    return torch.linspace(1, 2, 3, device=next(model.parameters()).device).softmax(0), lambda model, loss: None
-
-
-@setup
-def a_sum_of_losses(model: nn.Module) -> tuple[torch.Tensor | None, Update]:
-    total = torch.zeros((), device=next(model.parameters()).device)
-    return None, lambda model, loss: total.add_(loss.detach())
-
-
-@setup
-def an_average_of_the_weights(model: nn.Module) -> tuple[torch.Tensor | None, Update]:
+def an_average_of_the_weights(model: nn.Module) -> dict[str, Any]:
     average = copy.deepcopy(model)
 
-    def update(model: nn.Module, loss: torch.Tensor) -> None:
+    def update(loss: torch.Tensor) -> None:
         with torch.no_grad():
             for kept, new in zip(average.parameters(), model.parameters(), strict=True):
                 kept.lerp_(new, 0.1)
 
-    return None, update
+    return {"update": update}
 
 
-@setup
-def weights_made_on_the_device(model: nn.Module) -> tuple[torch.Tensor | None, Update]:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            nn.init.normal_(parameter)
-    return None, lambda model, loss: None
+def weights_made_on_the_device(model: nn.Module) -> dict[str, Any]:
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return {}
 
 
 def batches() -> DataLoader[Any]:
@@ -67,8 +53,7 @@ def batches() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(16, 4), torch.randint(3, (16,))), batch_size=4)
 
 
-def steps(model: nn.Module, name: str) -> Iterator[None]:
-    weights, update = SETUPS[name](model)
+def steps(model: nn.Module, update: Any = lambda loss: None, weights: torch.Tensor | None = None) -> Iterator[None]:
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for x, y in batches():
@@ -77,16 +62,19 @@ def steps(model: nn.Module, name: str) -> Iterator[None]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        update(model, loss)
+        update(loss.detach())
         yield
     xla_amp.sync()  # while the gradients live
 
 
-@pytest.mark.parametrize("name", SETUPS)
-def test_the_first_step_is_the_same_program_as_the_others(device: torch.device, name: str) -> None:
+@pytest.mark.parametrize(
+    "setup",
+    [nothing, a_computed_constant, a_sum_of_losses, an_average_of_the_weights, weights_made_on_the_device],
+)
+def test_the_first_step_is_the_same_program_as_the_others(device: torch.device, setup: Any) -> None:
     model = nn.Linear(4, 3).to(device)
     xla_amp.sync()
-    running = steps(model, name)
+    running = steps(model, **setup(model))
     next(running)  # the loop has begun
     execute.clear_programs()
     with counted() as counts:
@@ -97,7 +85,7 @@ def test_the_first_step_is_the_same_program_as_the_others(device: torch.device, 
 def test_a_copy_made_before_a_loop_keeps_its_values(device: torch.device) -> None:
     model = nn.Linear(4, 3).to(device)
     before, average = model.weight.detach().cpu().clone(), copy.deepcopy(model)
-    list(steps(model, "nothing"))
+    list(steps(model))
     torch.testing.assert_close(average.weight.cpu(), before, rtol=0, atol=0)
     assert not torch.equal(model.weight.cpu(), before)
 
