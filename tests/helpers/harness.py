@@ -28,6 +28,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+import xla_amp
 from xla_amp import lazy as engine
 from xla_amp.errors import XlaAmpError
 from xla_amp.lazy.dtypes import TO_NUMPY, to_numpy, to_torch
@@ -86,6 +87,14 @@ def jax_events() -> Iterator[list[str]]:
         yield seen
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def replaying(function: Callable[..., Any], *args: Any) -> Any:
+    """`function` compiled and called until it replays."""
+    step = xla_amp.compile(function, strict=True)
+    while not step.replays:
+        step(*args)
+    return step
 
 
 def array_behind(tensor: torch.Tensor) -> jax.Array | None:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
+import os
 import re
 import sys
 import warnings
+from pathlib import Path
 
+import forked
 import pytest
 import torch
+import torch.nn.functional as F
+from harness import replaying
 from torch import nn
 
 import xla_amp
 from xla_amp import syncfree
 from xla_amp.errors import CaptureError
-
-
-@pytest.fixture(scope="module")
-def device():
-    return xla_amp.xla_device()
+from xla_amp.pytorch.data.buckets import pad_to_bucket
 
 
 def test_a_replay_records_nothing_and_runs_one_executable(device):
@@ -44,14 +46,6 @@ def test_a_replay_records_nothing_and_runs_one_executable(device):
     assert seen == []
     changed = {name: after[name] - before[name] for name in after if name != "operations"}
     assert changed == dict.fromkeys(changed, 0) | {"executions": 3}
-
-
-def replaying(function, *args):
-    """`function` compiled and called until it replays."""
-    step = xla_amp.compile(function, strict=True)
-    while not step.replays:
-        step(*args)
-    return step
 
 
 def test_another_shape_mode_or_region_is_another_capture(device):
@@ -190,6 +184,10 @@ def schedule_inside(device):
     return lambda x: (step(x), rates.optimizer)[0], r"changes rates\.last_epoch from \d to \d"
 
 
+def host_result(device):
+    return lambda x: (x + 1, torch.rand(2)), "returns a tensor on cpu"
+
+
 def graph(device):
     weight = nn.Parameter(torch.ones(2, device=device))
     return lambda x: (weight * x).sum(), "returns a tensor that requires grad"
@@ -206,6 +204,7 @@ def seeds(device):
 REFUSALS = [
     item, object_with_a_tensor, counter, growing_list, attribute, transposed_argument, rate_inside,
     number_from_elsewhere, value_from_the_host, other_operations, host_state, schedule_inside, graph, seeds,
+    host_result,
 ]  # fmt: skip
 
 
@@ -241,11 +240,7 @@ def test_captures_are_bounded(device):
     [
         (lambda: xla_amp.compile(3), TypeError, "compile.. expects a function, got 3"),
         (lambda: xla_amp.compile(len, limit=0), ValueError, "expected at least 1"),
-        (
-            lambda: xla_amp.compile(len, state=nn.Linear(1, 1)),
-            TypeError,
-            r"a list of objects, got a Linear; type state=\[",
-        ),
+        (lambda: xla_amp.compile(len, state=nn.Linear(1, 1)), TypeError, "list of objects, got a Linear; type state="),
         (lambda: xla_amp.compile(abs)(torch.ones(2)), TypeError, r"expects dense tensors on 'jax', got one on cpu"),
         (
             lambda: xla_amp.compile(abs)(torch.ones(2).to_sparse().to(xla_amp.xla_device())),
@@ -264,3 +259,34 @@ def test_explain_sees_every_operation(device):
     with xla_amp.explain() as report, xla_amp.autocast(device):
         step(torch.ones(2, 2, device=device))
     assert [row["operation"] for row in report.rows()] == ["matmul"]
+
+
+# ---- together with the rest ------------------------------------------------------------------------------------------
+
+
+def test_on_a_mesh():
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_PLATFORM": "cpu"}
+    done = forked.run(Path(__file__).with_name("compile_spmd_program.py"), environment=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["replayed"]["replays"] == 6
+    assert found["replayed"]["bits"] == found["recorded"]["bits"]
+    assert found["replayed"]["scale"] == found["recorded"]["scale"] == 512.0
+
+
+def test_padding_keeps_the_number_of_captures_small(device):
+    torch.manual_seed(0)
+    model = nn.Embedding(16, 5).to(device)
+
+    @xla_amp.compile(strict=True, limit=2)
+    def loss_of(tokens, labels):
+        with torch.no_grad():
+            return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+    for length in (3, 4, 2, 4, 7, 8, 5, 6, 3):
+        tokens, labels = torch.randint(16, (2, length)), torch.randint(5, (2, length))
+        padded = [pad_to_bucket(t, (4, 8), value=v).to(device) for t, v in ((tokens, 0), (labels, -100))]
+        exact = F.cross_entropy(model.weight.detach().cpu()[tokens].flatten(0, 1), labels.flatten())
+        torch.testing.assert_close(loss_of(*padded).cpu(), exact)
+    assert loss_of.replays == 5
+    assert loss_of.reasons == []

@@ -50,11 +50,6 @@ class Trainer:
         return x * self.weight
 
 
-@pytest.fixture(scope="module")
-def device():
-    return xla_amp.xla_device()
-
-
 @pytest.fixture
 def x(device):
     settings.__dict__.update(ALPHA=2.0, T={"k": [2.0]}, mode=Mode.DOUBLE, weights=None)
