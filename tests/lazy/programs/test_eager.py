@@ -58,32 +58,19 @@ PROGRAM = """
 """
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, list]:
+def test_each_operation_runs_at_its_call_with_the_numbers_of_recorded_steps() -> None:
     text = textwrap.dedent(PROGRAM)
     line = next(n for n, words in enumerate(text.splitlines(), 1) if "bad = torch" in words)
-    found = {}
+    found = []
     for eager in ("0", "1"):
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_AMP_EAGER": eager}
         out = forked.run(program=text.replace("LINE", str(line)), environment=environment, warnings="ignore")
         assert out.returncode == 0, out.stderr
-        found[eager] = json.loads(out.stdout.splitlines()[-1])
-    return found
-
-
-def test_training_gives_the_numbers_of_recorded_steps(outcomes):
-    for kind in (0, 1):
-        (losses, *_, scale), (expected, *_, expected_scale) = (outcomes[eager][kind] for eager in ("1", "0"))
+        found.append(json.loads(out.stdout.splitlines()[-1]))
+    recorded, eager = found
+    for (expected, _, expected_scale), (losses, _, scale) in zip(recorded[:2], eager[:2], strict=True):
         assert losses == pytest.approx(expected, rel=1e-4)
         assert scale == expected_scale
-    assert outcomes["1"][4] > 20 * outcomes["0"][4]  # executions: one for each operation
-
-
-def test_a_failure_is_raised_at_its_call(outcomes):
-    assert outcomes["1"][2:4] == ["at the call", [2, 2, 2]]
-    assert outcomes["0"][2:4] == ["later", [2, 2, 2]]
-
-
-def test_captured_steps_run_uncaptured(outcomes):
-    assert outcomes["1"][1][1] == 0
-    assert outcomes["0"][1][1] >= 1
+    assert (eager[1][1], recorded[1][1] >= 1) == (0, True)  # captured steps run uncaptured
+    assert (recorded[2:4], eager[2:4]) == (["later", [2, 2, 2]], ["at the call", [2, 2, 2]])
+    assert eager[4] > 20 * recorded[4]  # executions: one for each operation

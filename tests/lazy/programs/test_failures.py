@@ -6,7 +6,6 @@ import os
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import forked
@@ -47,14 +46,6 @@ def _operations() -> None:
     @lowering.register("lazy_failures::interrupts")
     def interrupts(x: Any) -> Any:
         raise KeyboardInterrupt
-
-
-@pytest.fixture(autouse=True)
-def _broken() -> Iterator[None]:
-    global broken
-    broken = True
-    yield
-    broken = True
 
 
 def sometimes(x: torch.Tensor) -> torch.Tensor:
@@ -157,23 +148,22 @@ def test_an_operation_without_a_lowering_says_what_to_do(device: torch.device) -
     assert (x + 1).tolist() == [2, 2, 2]
 
 
-@pytest.mark.parametrize("form", ["parts.out", "parts_.number", "parts.number_out"])
-def test_the_advice_names_the_functional_form(device: torch.device, form: str) -> None:
-    if not hasattr(torch.ops.lazy_failures, "parts"):
-        LIBRARY.define("parts(Tensor x) -> Tensor")
-        LIBRARY.define("parts.number(Tensor x, Scalar k) -> Tensor")
-        LIBRARY.define("parts_.number(Tensor(a!) x, Scalar k) -> Tensor(a!)")
-        LIBRARY.define("parts.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
-        LIBRARY.define("parts.number_out(Tensor x, Scalar k, *, Tensor(a!) out) -> Tensor(a!)")
-    base, _, overload = form.partition(".")
-    x = torch.ones(3).to(device)
-    number = () if "number" not in form else (2,)
-    keywords = {"out": torch.empty_like(x)} if "out" in form else {}
-    with pytest.raises(MissingLoweringError) as caught:
-        getattr(getattr(torch.ops.lazy_failures, base), overload)(x, *number, **keywords)
-    functional = "lazy_failures::parts.number" if number else "lazy_failures::parts"
-    assert f'register("{functional}")' in str(caught.value)
-    assert f"the operation lazy_failures.{form} has no lowering" in str(caught.value)
+def test_the_advice_names_the_functional_form(device: torch.device) -> None:
+    LIBRARY.define("parts(Tensor x) -> Tensor")
+    LIBRARY.define("parts.number(Tensor x, Scalar k) -> Tensor")
+    LIBRARY.define("parts_.number(Tensor(a!) x, Scalar k) -> Tensor(a!)")
+    LIBRARY.define("parts.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+    LIBRARY.define("parts.number_out(Tensor x, Scalar k, *, Tensor(a!) out) -> Tensor(a!)")
+    x, out, operations = torch.ones(3).to(device), torch.ones(3).to(device), torch.ops.lazy_failures
+    for form, functional, call in (
+        ("parts.out", "parts", lambda: operations.parts.out(x, out=out)),
+        ("parts_.number", "parts.number", lambda: operations.parts_.number(x, 2)),
+        ("parts.number_out", "parts.number", lambda: operations.parts.number_out(x, 2, out=out)),
+    ):
+        with pytest.raises(MissingLoweringError) as caught:
+            call()
+        assert f'register("lazy_failures::{functional}")' in str(caught.value)
+        assert f"the operation lazy_failures.{form} has no lowering" in str(caught.value)
 
 
 def test_the_advice_works(device: torch.device) -> None:
@@ -207,13 +197,9 @@ def test_falling_back_is_counted_and_said_once(device: torch.device, monkeypatch
     assert "runs on the CPU (XLA_AMP_FALLBACK=cpu)" in messages[0]
     assert y is x
     assert x.tolist() == [2, 3, 3]
-
-
-def test_no_fallback_unless_asked(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin of the test above."""
     monkeypatch.setenv("XLA_AMP_FALLBACK", "error")
     with pytest.raises(MissingLoweringError, match="unknown_in_place"):
-        torch.ops.lazy_failures.unknown_in_place(torch.ones(3).to(device))
+        torch.ops.lazy_failures.unknown_in_place(x)
 
 
 # ---- at the flush ----------------------------------------------------------------------------------------------------
@@ -286,14 +272,13 @@ def test_a_failure_names_the_line_of_its_own_call(device: torch.device) -> None:
             bad.tolist()
 
 
-def test_the_next_step_works(device: torch.device) -> None:
-    global broken
+def test_the_next_step_works(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(3).to(device)
     x.add_(sometimes(x))
     with pytest.raises(StepFailedError) as caught:
         x.sum().item()
     assert isinstance(caught.value.__cause__, ArithmeticError)
-    broken = False
+    monkeypatch.setitem(globals(), "broken", False)
     x.add_(sometimes(x))
     assert x.tolist() == [3, 3, 3]
 
@@ -401,22 +386,18 @@ def test_a_platform_that_is_not_here() -> None:
     assert device == "jax:0"
 
 
-@pytest.mark.parametrize(
-    "overwrite",
-    [
+def test_a_lost_tensor_gets_a_new_value(device: torch.device) -> None:
+    for overwrite in (
         lambda x: x.fill_(2.0),
         lambda x: x.zero_(),
         lambda x: x.normal_(),
         lambda x: torch._foreach_zero_([x]),
         lambda x: x.copy_(torch.ones(3)),
-    ],
-    ids=["fill_", "zero_", "normal_", "foreach_zero_", "copy_"],
-)
-def test_a_lost_tensor_gets_a_new_value(device: torch.device, overwrite: Any) -> None:
-    x = sometimes(torch.ones(3).to(device))
-    with pytest.raises(StepFailedError):
-        engine.sync()
-    with pytest.raises(StepFailedError, match="no such luck"):
-        x.add_(1)  # looks at the old value
-    overwrite(x)
-    assert x.isfinite().all()
+    ):
+        x = sometimes(torch.ones(3).to(device))
+        with pytest.raises(StepFailedError):
+            engine.sync()
+        with pytest.raises(StepFailedError, match="no such luck"):
+            x.add_(1)  # looks at the old value
+        overwrite(x)
+        assert x.isfinite().all()

@@ -1,9 +1,10 @@
-"""Compiled programs are bounded by bytes, and what belongs to dropped ones goes with them."""
+"""Programs trace an instruction once and are bounded by bytes; what belongs to dropped ones goes with them."""
 
 from __future__ import annotations
 
 import gc
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,12 @@ from jax._src import pjit
 from jax._src.interpreters import partial_eval
 
 import xla_amp
+from xla_amp import lowering
 from xla_amp.lazy.graph import trace as graph
 from xla_amp.lazy.programs import execute, program_cache
 from xla_amp.testing import counts as counted
+
+LIBRARY = torch.library.Library("traced_once", "DEF")
 
 
 def executables() -> int:
@@ -80,7 +84,10 @@ def test_the_program_that_ran_last_stays(device: torch.device, monkeypatch: pyte
             with counted() as counts:
                 torch.ones(length).to(device).add(1).cpu()
             assert counts.compilations == expected
-            assert len(execute.programs()) == 1
+            assert len(execute.programs()) == xla_amp.metrics()["programs_kept"] == 1
+    report = xla_amp.metrics.report()
+    assert "executables kept now" in report
+    assert "executables dropped to stay within" in report
 
 
 def test_the_least_recently_run_goes_first(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,15 +155,6 @@ def test_what_a_large_compilation_freed_goes_back_to_the_system(
     assert len(trims) == 1
 
 
-def test_the_report_tells_what_is_kept(device: torch.device) -> None:
-    torch.ones(2).to(device).add(1).cpu()
-    report = xla_amp.metrics.report()
-    assert "executables kept now" in report
-    assert "executables dropped to stay within" in report
-    xla_amp.metrics.reset()
-    assert xla_amp.metrics()["programs_kept"] == len(execute.programs())
-
-
 def test_a_warning_that_is_an_error_leaves_values_alone(device: torch.device) -> None:
     value = torch.zeros(()).to(device)
     with warnings.catch_warnings():
@@ -170,3 +168,28 @@ def test_a_warning_that_is_an_error_leaves_values_alone(device: torch.device) ->
                 raised += 1
     assert raised == 1
     assert value.item() == 45
+
+
+def test_each_distinct_instruction_is_traced_once(device: torch.device) -> None:
+    LIBRARY.define("doubled(Tensor x) -> Tensor")
+    LIBRARY.impl("doubled", torch.empty_like, "Meta")
+    traced: list[tuple[int, ...]] = []
+
+    @lowering.register("traced_once::doubled")
+    def doubled(x: Any) -> Any:
+        traced.append(x.shape)
+        return x * 2
+
+    x, y = torch.ones(2, 3).to(device), torch.ones(5).to(device)
+    for _ in range(6):
+        x, y = torch.ops.traced_once.doubled(x).tanh(), torch.ops.traced_once.doubled(y)
+    assert y.tolist() == [64] * 5
+    assert x.isfinite().all()
+    assert sorted(traced) == [(2, 3), (5,)]
+
+
+def test_a_program_that_is_read_has_each_operation_in_its_place(device: torch.device) -> None:
+    """Operations of a program with places are not shared: each has the line and the module that it came from."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to(device)
+    text = xla_amp.export(lambda x: model(x), torch.ones(2, 4, device=device)).mlir_text
+    assert text.count("call @") == text.count("call @lazy_step") == 1

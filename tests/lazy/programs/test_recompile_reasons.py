@@ -1,8 +1,10 @@
-"""Why a line compiled again, and who made the host wait."""
+"""Why a line compiled again, who made the host wait, and the log line of a long compilation."""
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 
 import xla_amp
 from xla_amp.errors import RecompileWarning
-from xla_amp.lazy.programs import execute, recompile_reasons
+from xla_amp.lazy.programs import executables, execute, recompile_reasons
 
 HERE = __file__
 
@@ -146,18 +148,14 @@ def test_each_host_sync_is_logged_with_its_line(
     assert last.endswith(": xla_amp.sync(wait=True)")
 
 
-def test_the_report_sums_up_by_line(device: torch.device) -> None:
+def test_the_report_sums_up_by_line(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     by_shape(device, 3)
+    assert logged(caplog) == []  # unless asked
     report = xla_amp.metrics.report()
     assert f"       3  {line_of(by_shape, 2)}: operation 0 is input float32[3,2]" in report
     assert f"       3  {line_of(by_shape, 2)}: (torch.ones" in report
     xla_amp.metrics.reset()
     assert "by line" not in xla_amp.metrics.report()
-
-
-def test_nothing_is_logged_unless_asked(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    by_shape(device, 3)
-    assert logged(caplog) == []
 
 
 def test_captured_steps_say_why_they_are_recorded_again(
@@ -175,3 +173,39 @@ def test_captured_steps_say_why_they_are_recorded_again(
     assert re.search(r"argument 0 changed from .*\(2,\).* to .*\(3,\)", texts[0])
     assert "argument 1 changed from 2 to 3" in texts[1]
     assert "scale changed from 2.0 to 4.0" in texts[2]
+
+
+# ---- a long compilation ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executables, "QUIET", 0.05)
+
+
+def compile_for(seconds: float, *, stores: bool = True) -> None:
+    with executables.compiling(3117, "train.py:212", stores=stores):
+        time.sleep(seconds)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("soon")
+def test_a_long_compilation_says_what_and_how_long(caplog: pytest.LogCaptureFixture) -> None:
+    compile_for(0.5)
+    first, last = caplog.records
+    assert first.getMessage() == "compiling 3,117 operations, from train.py:212; kept for the next run"
+    assert last.getMessage().startswith("compiled 3,117 operations in 0.")
+    assert first.name.startswith("xla_amp.")
+    caplog.clear()
+    compile_for(0.5, stores=False)
+    assert caplog.messages[0] == "compiling 3,117 operations, from train.py:212"
+
+
+@pytest.mark.usefixtures("soon")
+def test_short_and_silenced_ones_say_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_for(0.0)
+    with caplog.at_level(logging.ERROR, logger="xla_amp"):
+        compile_for(0.3)
+    monkeypatch.setenv("XLA_AMP_PROGRESS", "off")
+    compile_for(0.3)
+    assert caplog.records == []
