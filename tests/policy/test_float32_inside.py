@@ -141,25 +141,28 @@ def test_jax_computes_in_float32_and_stores_low_values(name: str) -> None:
         np.testing.assert_allclose(got, exact, atol=0.03 * float(jnp.abs(exact).max()) + 0.02)
 
 
-def weights(model: Any) -> Any:
-    """Positive ones, by their shapes: to draw them takes longer than the test."""
-    shapes = jax.eval_shape(model.init, jax.random.key(0), X)
-    return jax.tree.map(lambda each: 0.5 + jnp.cos(jnp.arange(each.size) * 1.7).reshape(each.shape) / 3, shapes)
-
-
-def test_statistics_of_a_flax_norm_stay_float32() -> None:
+@pytest.fixture(scope="module")
+def with_a_norm() -> tuple[Callable[[Any, Any], Any], Any]:
+    """A model of Flax as a function, and positive weights, which take less time than drawn ones."""
     flax = pytest.importorskip("flax.linen")
 
     class Model(flax.Module):  # type: ignore[misc, name-defined]
         @flax.compact  # type: ignore[untyped-decorator]
         def __call__(self, x: Any) -> Any:
-            return flax.Dense(4)(flax.BatchNorm(use_running_average=False)(flax.Dense(8)(x)))
-
-    variables = weights(Model())
+            h = flax.BatchNorm(use_running_average=False)(flax.Dense(8)(x))
+            return flax.Dense(4)(nn.log_softmax(flax.Dense(8)(h) + h))
 
     def apply(variables: Any, x: Any) -> Any:
         return Model().apply(variables, x, mutable=["batch_stats"])
 
+    def weight(shape: Any) -> Any:
+        return 0.5 + jnp.cos(jnp.arange(shape.size) * 1.7).reshape(shape.shape) / 3
+
+    return apply, jax.tree.map(weight, jax.eval_shape(Model().init, jax.random.key(0), X))
+
+
+def test_statistics_of_a_flax_norm_stay_float32(with_a_norm: Any) -> None:
+    apply, variables = with_a_norm
     with policy.override(batch_norm="fp32_inside"), events.capture() as records:
         _, state = jax.jit(autocast(apply, strict=True))(variables, X * 3 + 1)
     (record,) = [each for each in records if each.operation == "batch_norm"]
@@ -198,25 +201,14 @@ def test_a_batch_norm_of_stablehlo() -> None:
 
 
 @pytest.mark.parametrize("by", ["rules", "lean"])
-def test_norm_and_log_softmax_of_stablehlo_in_parts(by: str) -> None:
-    flax = pytest.importorskip("flax.linen")
-
-    class Model(flax.Module):  # type: ignore[misc, name-defined]
-        @flax.compact  # type: ignore[untyped-decorator]
-        def __call__(self, x: Any) -> Any:
-            h = flax.BatchNorm(use_running_average=False)(flax.Dense(8)(x))
-            return flax.Dense(4)(nn.log_softmax(flax.Dense(8)(h) + h))
-
-    variables = weights(Model())
-
-    def apply(variables: Any, x: Any) -> Any:
-        return Model().apply(variables, x, mutable=["batch_stats"])
-
+def test_norm_and_log_softmax_of_stablehlo_in_parts(by: str, with_a_norm: Any) -> None:
+    apply, variables = with_a_norm
     given: dict[str, Any] = {"policy": "lean"}
     if by == "rules":
         given = {"rules": {"batch_norm": "fp32_inside", "log_softmax": "fp32_inside"}, "strict": True}
     lowered = jax.jit(apply).lower(variables, X * 3 + 1)
-    report = stablehlo.autocast(lowered, **given).report
+    low = stablehlo.autocast(lowered, **given)
+    report = low.report
     inside = {each.operation: (each.after, *each.result) for each in report.operations if each.cast == "fp32_inside"}
     expected = {"batch_norm"} if by == "lean" else {"batch_norm", "log_softmax"}
     assert {name: inside[name] for name in expected} == dict.fromkeys(expected, ("float32", "bfloat16"))
@@ -225,7 +217,6 @@ def test_norm_and_log_softmax_of_stablehlo_in_parts(by: str) -> None:
     assert set(between) == {"bfloat16"}
     parts = {each.after for each in report.operations if "a part of batch_norm" in each.why}
     assert parts == {"float32"}
-    low = stablehlo.autocast(lowered, **given)
     assert "amp." not in low.text()
     got = module_runs.run(low.module, jax.tree.leaves((variables, X * 3 + 1)))
     out, state = jax.jit(apply)(variables, X * 3 + 1)

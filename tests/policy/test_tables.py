@@ -1,15 +1,18 @@
-"""The built-in tables: well formed, complete against the documents they cite, and consistent with each other."""
+"""The built-in tables: well formed, consistent, complete against the documents they cite and the installed torch."""
 
 from __future__ import annotations
 
 import importlib.resources
+import re
 import tomllib
+from pathlib import Path
 
 import pytest
+import torch
 
 from xla_amp.common.types import CASTS, OPERATION_CLASSES
 from xla_amp.policy import BUILTIN, Rule, load
-from xla_amp.policy.op_catalog import catalogue, equivalent, operation_class, packet
+from xla_amp.policy.op_catalog import catalogue, equivalent, known_operations, matching, operation_class, packet
 
 PARENTS = {"cautious": ("tpu",), "lean": ("tpu",)}
 
@@ -37,7 +40,7 @@ def test_every_table_file_is_a_policy_or_the_catalogue():
     assert sorted(f.name for f in tables.iterdir()) == sorted(f"{name}.toml" for name in (*BUILTIN, "classes"))
 
 
-# What the documents list, by their own names; torch itself says it of the others (test_registrations.py).
+# What the documents list, by their own names; torch itself says it of the others (below).
 
 XLA_LOW = (
     "__matmul__ addbmm addmm addmv addr baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
@@ -149,23 +152,20 @@ def test_every_class_is_described_and_used():
         assert row["operations"] == sorted(row["operations"])
 
 
-@pytest.mark.parametrize(
-    ("operation", "expected"),
-    [
-        ("mm", "contraction"),
-        ("conv2d.padding", "convolution"),
-        ("softmax.int", "normalization"),
-        ("sum.dim_IntList", "reduction"),
-        ("exp", "transcendental"),
-        ("cat", "data_movement"),
-        ("add.Tensor", "elementwise"),
-        ("cross_entropy_loss", "loss"),
-        ("add.not_yet_known", "elementwise"),
-        ("mylib::attention", None),
-    ],
-)
-def test_operation_class(operation, expected):
-    assert operation_class(operation) == expected
+def test_operation_class():
+    expected = {
+        "mm": "contraction",
+        "conv2d.padding": "convolution",
+        "softmax.int": "normalization",
+        "sum.dim_IntList": "reduction",
+        "exp": "transcendental",
+        "cat": "data_movement",
+        "add.Tensor": "elementwise",
+        "cross_entropy_loss": "loss",
+        "add.not_yet_known": "elementwise",
+        "mylib::attention": None,
+    }
+    assert {operation: operation_class(operation) for operation in expected} == expected
 
 
 def test_a_rule_has_the_class_that_its_operations_share():
@@ -212,3 +212,100 @@ def test_names_of_stablehlo_operations_exist():
         known |= {value.OPERATION_NAME for value in vars(operations).values() if hasattr(value, "OPERATION_NAME")}
     for name in catalogue().stablehlo:
         assert (name if name.startswith("chlo.") else f"stablehlo.{name.partition('.')[0]}") in known
+
+
+# The installed torch: names that it registers, and casts of its header.  What the CPU's kernels do is in
+# tests/pytorch/autocast/test_native_dispatch.py.
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+
+
+def changed(name):
+    """The tables are those of torch 2.13: whether another version is known to register `name` differently."""
+    named = re.search(r"[dD]imname|\.names_", name)  # gone from 2.12 on
+    return TORCH != (2, 13) and (name == "rms_norm" or named)
+
+
+def registered(key):
+    listed = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::") for name in listed if name.startswith("aten::")}
+
+
+def differences(table, torch_says):
+    """Readable lines, one per operation that the two do not agree on."""
+    missing, extra = sorted(torch_says - table), sorted(table - torch_says)
+    return [f"torch registers {name}, the table has no row" for name in missing if not changed(name)] + [
+        f"the table has {name}, torch does not register it" for name in extra if not changed(name)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "key", "not_in_this_build"),
+    [
+        ("cpu", "AutocastCPU", set()),
+        ("cuda", "AutocastCUDA", set() if torch.version.cuda else {"_cudnn_rnn"}),
+        ("xpu", "AutocastXPU", set()),
+        ("xpu", "AutocastMTIA", set()),
+        ("mps", "AutocastMPS", set()),
+    ],
+)
+def test_tables_name_what_torch_registers(policy, key, not_in_this_build):
+    assert differences(set(load(policy).operations()) - not_in_this_build, registered(key)) == []
+
+
+MACROS = {
+    "AT_FORALL_LOWER_PRECISION_FP": "low",
+    "AT_FORALL_FP32": "fp32",
+    "AT_FORALL_FP32_SET_OPT_DTYPE": "fp32_out",
+    "AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE": "fp32_append",
+    "AT_FORALL_PROMOTE": "promote",
+}
+
+
+def header_casts():
+    """Operation -> cast, from the macros that the C++ registrations for CUDA and XPU are generated from."""
+    text = HEADER.read_text().replace("\\\n", " ")
+    casts = {}
+    for macro, cast in MACROS.items():
+        (body,) = re.findall(rf"#define {macro}\(_\)(.*)", text)
+        if cast == "fp32_append":
+            found = re.findall(r'"([\w.]+)"', body)
+        else:
+            found = [".".join(filter(None, pair)) for pair in re.findall(r"_\((\w+)(?:,\s*(\w+))?\)", body)]
+        casts.update(dict.fromkeys(found, cast))
+    return casts
+
+
+@pytest.mark.parametrize("policy", ["cuda", "xpu"])
+def test_casts_are_those_of_the_header(policy):
+    if not HEADER.exists():
+        pytest.skip("this torch ships no headers")
+    expected = header_casts()
+    assert len(expected) > 110
+    found = dict(load(policy).casts())
+    not_in_macros = {"_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose", "binary_cross_entropy"}
+    wrong = {
+        name: f"torch {expected.get(name)}, table {found.get(name)}"
+        for name in (expected.keys() | found.keys()) - not_in_macros
+        if expected.get(name) != found.get(name) and not changed(name)
+    }
+    assert wrong == {}
+
+
+def test_the_gpu_and_cuda_tables_have_no_name_that_torch_lacks():
+    known = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()}
+    for policy in BUILTIN:
+        assert load(policy).operations() <= known
+    if TORCH == (2, 13):
+        assert set(catalogue().classes) <= known
+
+
+def test_names_that_only_torch_knows():
+    """The PyTorch front adds them: such a name takes a rule, its in-place form does not."""
+    importlib.import_module("xla_amp.pytorch.autocast.xla_dispatch")
+    assert matching("special_airy_ai") == ("special_airy_ai",)
+    assert matching("add_") == ()
+    assert matching("topk") == ("topk",), "topk.values is an out= form"
+    assert "special_airy_ai" not in matching("special_*"), "a glob depends on the catalogue alone"
+    assert not any(name.endswith(("_", ".out", "_backward")) for name in known_operations())
