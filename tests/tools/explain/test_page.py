@@ -143,20 +143,20 @@ def test_the_template_is_small_and_its_colours_have_contrast_in_light_and_dark()
             assert all(_contrast(colour[each], colour[back]) >= 4.5 for each in ("soft", "low", "could", "risk"))
 
 
-@pytest.mark.parametrize(("number", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB")])
-def test_sizes(number, text):
-    assert units.size(number) == text
-
-
-@pytest.mark.parametrize(
-    ("dtype", "short"),
-    [
-        ("bfloat16", "bf16"), ("float32", "f32"), ("complex64", "c64"), ("int64", "i64"), ("uint8", "u8"),
-        ("bool", "bool"), ("bf16", "bf16"), ("f8E4M3FN", "f8E4M3FN"), ("i1", "i1"),
-    ],
-)  # fmt: skip
-def test_short_names_of_dtypes(dtype, short):
-    assert units.short(dtype) == short
+def test_sizes_and_short_names_of_dtypes():
+    assert [units.size(number) for number in (0, 1023, 1536, 3 * 2**30)] == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB"]
+    names = ["bfloat16", "float32", "complex64", "int64", "uint8", "bool", "bf16", "f8E4M3FN", "i1"]
+    assert [units.short(name) for name in names] == [
+        "bf16",
+        "f32",
+        "c64",
+        "i64",
+        "u8",
+        "bool",
+        "bf16",
+        "f8E4M3FN",
+        "i1",
+    ]
 
 
 # ---- operations ------------------------------------------------------------------------------------------------------

@@ -75,11 +75,8 @@ def test_what_overflows_in_float16_stays_in_float32():
     data = [torch.randn(8, 16) for _ in range(4)]
     result = xla_amp.search(lambda x: model(x).square().mean(), data, budget=2e-2, low="float16")
     assert result.met
-    assert [result.policy.decide("linear", name).cast for name in "012"] == [
-        "low",
-        "fp32",
-        "fp32",
-    ]  # its result, and who reads it
+    casts = [result.policy.decide("linear", name).cast for name in "012"]
+    assert casts == ["low", "fp32", "fp32"]  # its result, and who reads it
 
 
 class Step(torch.nn.Module):
