@@ -12,10 +12,15 @@ import result_tables
 
 @pytest.fixture
 def record(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """Call with framework, precision and cells of the table by column; fails if the page says something else."""
+    """Call with framework, precision, and executions and host syncs of steps; without them a run resumed bitwise.
 
-    def note(framework: str, precision: str, cells: dict[str, object]) -> None:
-        facts = {name: str(value) for name, value in cells.items()}
+    Fails if the page says something else.
+    """
+
+    def note(framework: str, precision: str, counts: tuple[int, ...] | None = None, steps: int = 1) -> None:
+        facts = {"save and resume": "bitwise"}
+        if counts is not None:
+            facts = {"executables a step": f"{counts[0] / steps:g}", "waits a step": f"{counts[1] / steps:g}"}
         names = {"framework": framework, "precision": precision}
         record_property(result_tables.PROPERTY, json.dumps({**names, **facts}))
         row = result_tables.framework_rows(result_tables.FRAMEWORKS.read_text("utf-8")).get((framework, precision), {})

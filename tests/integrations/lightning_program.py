@@ -40,14 +40,12 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
 
 
-class Counted:
+def counted() -> tuple[int, int, int]:
     """Executions, host syncs and compilations since the last call."""
-
-    def __call__(self) -> tuple[int, int, int]:
-        xla_amp.sync()
-        counts = xla_amp.metrics()
-        xla_amp.metrics.reset()
-        return counts["executions"], counts["host_syncs"], counts["compilations"]
+    xla_amp.sync()
+    counts = xla_amp.metrics()
+    xla_amp.metrics.reset()
+    return counts["executions"], counts["host_syncs"], counts["compilations"]
 
 
 class Net(lightning.LightningModule):
@@ -72,14 +70,13 @@ class Net(lightning.LightningModule):
 
 class Counts(lightning.Callback):
     def __init__(self) -> None:
-        self.counted = Counted()
         self.found: list[tuple[int, int, int]] = []
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        self.counted()
+        counted()
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        self.found.append(self.counted())
+        self.found.append(counted())
 
 
 def train_lightning(folder: Path, precision: Any, accumulate: int = 1, bar: bool = False) -> dict[str, Any]:
@@ -120,7 +117,7 @@ def train_fabric(folder: Path, precision: Any) -> dict[str, Any]:
     model = network()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 1e-2))
     batches = fabric.setup_dataloaders(loader())
-    counted, counts = Counted(), []
+    counts = []
     for _ in range(3):
         counted()
         for number, (x, y) in enumerate(batches):

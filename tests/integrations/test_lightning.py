@@ -88,11 +88,6 @@ def test_losses_are_those_of_lightning_on_the_cpu(precision: str, dtype: torch.d
         assert (losses(model) - losses(expected)).abs().max() > 0
 
 
-def per_step(counts: tuple[int, int, int], steps: int) -> dict[str, object]:
-    """Cells of docs/frameworks.md."""
-    return {"executables a step": f"{counts[0] / steps:g}", "waits a step": f"{counts[1] / steps:g}"}
-
-
 class Counts(lightning.Callback):
     """Executions and host syncs of each epoch's training steps, without the first two epochs."""
 
@@ -126,7 +121,7 @@ def test_a_step_is_one_executable_without_syncs(options: dict[str, Any], executi
     assert [found[:2] for found in counts.found] == [(executions, 0)] * 2
     assert counts.found[-1][2] == 0
     steps = 8 // options.get("accumulate_grad_batches", 1)
-    record("Lightning", options["precision"], per_step(counts.found[-1], steps))
+    record("Lightning", options["precision"], counts.found[-1], steps)
 
 
 class Logs(Net):
@@ -179,7 +174,7 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(precision: str, tmp_path: 
     assert torch.equal(torch.cat([losses(first), losses(second)]), losses(whole))
     for name, value in whole.state_dict().items():
         assert torch.equal(value.cpu(), second.state_dict()[name].cpu()), name
-    record("Lightning", precision, {"save and resume": "bitwise"})
+    record("Lightning", precision)
 
 
 def test_a_checkpoint_holds_cpu_tensors_and_loads_on_the_cpu(tmp_path: Path) -> None:
