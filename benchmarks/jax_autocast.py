@@ -187,8 +187,8 @@ def steps(width: int, rounds: int) -> None:
             print(f"  {name:34} {median * 1e3:8.1f} ms {ratio:5.2f} x   {memory:7.1f} MiB of temporary memory")
 
 
-def block_on(target: str, compilers: targets.Compilers) -> None:
-    """XLA's estimates for a training step of one block."""
+def steps_of_a_block() -> tuple[dict[str, Callable[..., Any]], Any, Any]:
+    """Training steps of one block by name, and their arguments: shapes of weights and data."""
     x = jax.ShapeDtypeStruct((8, 256, 512), jnp.float32)
     zeros = jnp.zeros((1, 256, 512))
     weights = jax.eval_shape(lambda key: Block(8).init(key, zeros), jax.random.key(0))
@@ -199,6 +199,12 @@ def block_on(target: str, compilers: targets.Compilers) -> None:
         "autocast(loss)": step(None, lambda f: autocast(f, policy="tpu")),
         "autocast(step)": autocast(step(None, lambda f: f), policy="tpu"),
     }
+    return rows, weights, x
+
+
+def block_on(target: str, compilers: targets.Compilers) -> None:
+    """XLA's estimates for a training step of one block."""
+    rows, weights, x = steps_of_a_block()
     print(f"{target}, one block, width 512, 8 x 256 tokens, by XLA's cost analysis")
     base = None
     for name, function in rows.items():

@@ -1,43 +1,12 @@
-"""Models of Flax (linen and nnx), Equinox and Haiku as their users write them, in float32."""
+"""Models of Flax's nnx, Equinox and Haiku as their users write them, in float32.  One of linen: jax_autocast.py."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import equinox as eqx
-import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
-
-class Block(nn.Module):
-    """A transformer block; `dtype` is Flax's own switch, for the hand-written counterpart."""
-
-    heads: int = 4
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x):
-        h = nn.LayerNorm(dtype=self.dtype)(x)
-        x = x + nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)(h, h)
-        h = nn.LayerNorm(dtype=self.dtype)(x)
-        h = nn.gelu(nn.Dense(4 * x.shape[-1], dtype=self.dtype)(h))
-        return x + nn.Dense(x.shape[-1], dtype=self.dtype)(h)
-
-
-class Transformer(nn.Module):
-    layers: int
-    width: int = 64
-    words: int = 100
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(self.words, self.width)(tokens)
-        for _ in range(self.layers):
-            x = Block()(x)
-        return nn.Dense(self.words)(nn.LayerNorm()(x))
 
 
 class NnxCnn(nnx.Module):

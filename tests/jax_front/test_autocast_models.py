@@ -10,7 +10,8 @@ import optax
 import pytest
 from contractions import contractions, contractions_of
 from flax import nnx
-from networks_jax import EquinoxTransformer, NnxCnn, Transformer, cross_entropy, haiku_network
+from jax_autocast import Transformer
+from networks_jax import EquinoxTransformer, NnxCnn, cross_entropy, haiku_network
 
 from xla_amp.jax import autocast
 
@@ -70,21 +71,6 @@ def test_an_equinox_transformer():
         return cross_entropy(jax.vmap(eqx.combine(weights, rest))(words[:, :-1]), words[:, 1:])
 
     compare(loss, weights, words, loss_tolerance=4e-3, least_cosine=0.999)
-
-
-def test_equinox_filtered_transformations():
-    model = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (5, 4))
-
-    @eqx.filter_jit
-    @eqx.filter_value_and_grad
-    @autocast
-    def loss(model, x):
-        return jnp.mean(jax.vmap(model)(x) ** 2)
-
-    value, gradients = loss(model, x)
-    assert value.dtype == jnp.float32
-    assert {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(gradients, eqx.is_array))} == {jnp.dtype("float32")}
 
 
 def test_haiku():

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.experimental.ode import odeint
+from jax_autocast import Block
 
 from xla_amp.errors import PolicyError
 from xla_amp.jax import autocast
@@ -110,19 +111,6 @@ def test_residuals_of_a_scanned_mlp_are_those_of_hand_written_casts():
     assert saved_bytes(autocast(function), weights, x) <= 1.02 * saved_bytes(by_hand, weights, x)
 
 
-class Block(nn.Module):
-    """Attention and a gelu: what rules compute in float32 from low values."""
-
-    dtype: jnp.dtype | None = None
-
-    @nn.compact
-    def __call__(self, x, _=None):
-        h = nn.LayerNorm(dtype=self.dtype)(x)
-        x = x + nn.MultiHeadDotProductAttention(2, dtype=self.dtype)(h, h)
-        h = nn.gelu(nn.Dense(64, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x)))
-        return x + nn.Dense(16, dtype=self.dtype)(h), None
-
-
 class Attentive(nn.Module):
     """Blocks one after the other, in a scan, or rematerialized in a scan."""
 
@@ -133,11 +121,12 @@ class Attentive(nn.Module):
     def __call__(self, x):
         if self.form == "unrolled":
             for _ in range(2):
-                x, _ = Block(self.dtype)(x)
+                x = Block(2, self.dtype)(x)
             return x
         block = nn.remat(Block, prevent_cse=False) if self.form == "rematerialized" else Block
-        scanned = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-        return scanned(self.dtype)(x.astype(self.dtype), None)[0]
+        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        scanned = nn.scan(lambda block, x, _: (block(x), None), length=2, **axes)
+        return scanned(block(2, self.dtype), x.astype(self.dtype), None)[0]
 
 
 @pytest.mark.full
