@@ -1,4 +1,4 @@
-"""autocast with the rest of JAX: regions, loops, explain, donation, ahead-of-time lowering, export."""
+"""autocast with the rest of JAX: regions, loops, explain, ahead-of-time lowering, export; its arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contractions import contractions
 from jax import export, lax
 
 import xla_amp
-from xla_amp.errors import PolicyError
+from xla_amp.errors import PolicyError, UnsupportedDtypeError
 from xla_amp.jax import autocast
 
 LOW, WIDE = ("bf16", "bf16"), ("f32", "f32")
@@ -163,23 +163,12 @@ def test_explain_lists_primitives_also_inside_loops(x, w):
     with xla_amp.explain() as report:
         autocast(function)(x)
     rows = {row["operation"]: row for row in report.rows()}
-    assert rows["matmul"]["cast"] == "low"
-    assert rows["matmul"]["result"] == "bfloat16"
-    assert rows["exp"]["cast"] == "fp32"
-    assert rows["exp"]["after"] == "float32"
+    assert (rows["matmul"]["cast"], rows["matmul"]["result"]) == ("low", "bfloat16")
+    assert (rows["exp"]["cast"], rows["exp"]["after"]) == ("fp32", "float32")
     assert rows["sum.dim_IntList"]["cast"] == "fp32_out"
     assert {row["front"] for row in report.rows()} == {"jax"}
     assert "test_autocast_composition.py" in rows["matmul"]["location"]
     assert "tpu.toml" in rows["matmul"]["rule"]
-
-
-def test_named_scopes_reach_the_program(x, w):
-    def function(x):
-        with jax.named_scope("encoder"):
-            return jax.jit(lambda x: jnp.tanh(x @ w))(x)
-
-    text = jax.jit(autocast(function)).lower(x).as_text(debug_info=True)
-    assert "encoder/" in text
 
 
 def test_export_for_several_platforms(x, w):
@@ -199,12 +188,6 @@ def test_a_cached_jitted_function_is_interpreted_and_its_cache_unchanged(x, w):
         assert 0 < np.abs(low - before).max() < 2e-2
     assert function(x).dtype == jnp.float32
     np.testing.assert_array_equal(function(x), before)
-
-
-def test_a_float32_result_of_low_operands_is_kept(x):
-    low = x.astype(jnp.bfloat16)
-    product = autocast(lambda a: jnp.matmul(a, a.T, preferred_element_type=jnp.float32))
-    assert product(low).dtype == jnp.float32
 
 
 def test_effects_keep_their_order(x, w):
@@ -266,3 +249,55 @@ def test_logs_of_a_backward_rule_are_returned(x, w):
     assert 1e-4 < np.abs(y - x @ w).max() < 5e-2  # of low operands
     assert dx.dtype == dw.dtype == jnp.float32
     assert logs == {"norm": y.size}
+
+
+# Arguments: errors for illegal values, spellings of a dtype, attributes of the wrapped function.
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"carry": True}, PolicyError, r"carry=True.*'keep', 'low'"),
+        ({"enabled": 1}, PolicyError, r"enabled=1.*True or False, got int"),
+        ({"policy": "tpux"}, PolicyError, r"unknown policy 'tpux'; nearest: tpu"),
+        ({"dtype": jnp.float32}, UnsupportedDtypeError, r"'tpu' offers jnp\.bfloat16, jnp\.float16"),
+        ({"dtype": "bf17"}, UnsupportedDtypeError, r"dtype='bf17'"),
+    ],
+)
+def test_settings(settings, error, words):
+    with pytest.raises(error, match=words):
+        autocast(lambda x: x, **settings)
+
+
+@pytest.mark.parametrize("value", [3, "bfloat16", jnp.bfloat16, jnp.float16, np.float16, jnp.dtype("bfloat16")])
+def test_a_value_that_is_no_function_is_rejected(value):
+    with pytest.raises(TypeError, match=r"autocast expects a function, got .*by keyword.*autocast\(f, dtype=jnp"):
+        autocast(value)
+
+
+def test_spellings_of_a_dtype_and_the_dtype_of_a_policy():
+    x, spellings = jnp.ones((2, 2)), (jnp.bfloat16, "bfloat16", np.dtype(jnp.bfloat16), jnp.dtype("bfloat16"))
+    for dtype in spellings:
+        assert "bf16" in str(jax.make_jaxpr(autocast(jnp.matmul, dtype=dtype))(x, x))
+    assert "f16" in str(jax.make_jaxpr(autocast(jnp.matmul, policy="gpu"))(x, x)).replace("bf16", "")
+
+
+def test_a_wrapped_function_keeps_its_name_and_shows_its_settings():
+    @autocast(carry="low")
+    def forward(x):
+        """Doc."""
+        return x
+
+    assert (forward.__name__, forward.__doc__, forward.region.carry) == ("forward", "Doc.", "low")
+    assert "enabled=True" in repr(forward.region)
+
+
+def test_an_object_of_a_class_and_a_method_can_be_wrapped():
+    class Model:
+        def __call__(self, x):
+            return x @ x
+
+        method = autocast(__call__)
+
+    assert autocast(Model())(jnp.ones((2, 2))).dtype == jnp.float32
+    assert Model().method(jnp.ones((2, 2))).dtype == jnp.float32

@@ -27,7 +27,12 @@ def low_products(function, *args):
 
 
 def distance(found, expected):
-    return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
+    """Of two trees of arrays: the norm of their difference, relative to that of the second."""
+    found, expected = (
+        np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
+        for tree in (found, expected)
+    )
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
 def filtered(w):

