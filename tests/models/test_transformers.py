@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
+from contractions import contractions_of
 from zoo_training import STEPS, Run, difference, train
 
 import xla_amp
+from xla_amp.lazy.programs import execute
 
 TOLERANCE = {False: 1e-4, True: 2e-2}
 """Relative difference of a loss: float32, bfloat16 autocast (torch.autocast's own CPU rules differ in a few places)."""
@@ -31,6 +33,16 @@ def test_trains_as_on_the_cpu(row: zoo.Row, low: bool) -> None:
     assert (got.executables, got.host_syncs, got.fallbacks) == (1, 0, 0)
     assert len(got.losses) == STEPS
     assert got.losses[-1] < 0.99 * got.losses[0]
+
+
+def test_every_product_of_a_bfloat16_step_has_bfloat16_operands() -> None:
+    """Those of gradients, too."""
+    (row,) = [row for row in zoo.ROWS if row.name == "GPT-2"]
+    execute.clear_programs()
+    train(row, xla_amp.xla_device(), True)
+    products = [contractions_of(program.lower()) for program in execute.programs()]
+    assert set().union(*products) == {("bf16", "bf16")}
+    assert max(found.total() for found in products) > 20
 
 
 def test_the_tolerances_can_fail() -> None:
