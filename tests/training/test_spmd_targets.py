@@ -1,6 +1,6 @@
 """A training step compiled for 8 H100s and for a v5e 4x4 slice that are not here: its collectives and their dtypes.
 
-Sharded weights are in test_gradient_sums.py and test_many_hosts.py.
+Sharded weights are in test_gradient_sums.py.
 """
 
 from __future__ import annotations
