@@ -1,4 +1,7 @@
-"""What XLA is asked for by platform: that it pays, that users can change it, and that others' programs go without."""
+"""What XLA is asked for by platform, and what its compilers for a GPU and for TPUs then keep of a step between kernels.
+
+Options pay, users can change them, and others' programs go without.
+"""
 
 from __future__ import annotations
 
@@ -72,24 +75,23 @@ class Block(nn.Module):
 SHAPE = (8, 32, 14, 14)
 
 
-def residual_step(device):
-    """A bf16 step of two residual blocks has run."""
-    model = nn.Sequential(Block(SHAPE[1]), Block(SHAPE[1])).to(device)
-    optimizer = xla_amp.syncfree.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(SHAPE).to(device)
-    with xla_amp.autocast(device, dtype=torch.bfloat16):
-        loss = model(x.bfloat16()).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    xla_amp.sync()
+def trained(device, model, x, steps, **options):
+    """Steps of `model` in bfloat16 have run."""
+    model, x = model.to(device), x.to(device)
+    optimizer = xla_amp.syncfree.SGD(model.parameters(), lr=0.1, **options)
+    for _ in range(steps):
+        with xla_amp.autocast(device, dtype=torch.bfloat16):
+            loss = model(x.bfloat16()).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        xla_amp.sync()
 
 
 @pytest.mark.full
+@pytest.mark.skipif(not targets.available("h100"), reason="no compiler for a GPU here")
 def test_a_gpu_keeps_what_the_policy_made_low_low_between_kernels(device):
-    if not targets.available("h100"):
-        pytest.skip("no compiler for a GPU here")
-    residual_step(device)
+    trained(device, nn.Sequential(Block(SHAPE[1]), Block(SHAPE[1])), torch.randn(SHAPE), 1)
     text = text_for("gpu")
     with targets.Compilers() as compilers:
         wide = compilers.compile(text, "h100")
@@ -98,6 +100,33 @@ def test_a_gpu_keeps_what_the_policy_made_low_low_between_kernels(device):
     assert between_kernels(low.hlo, SHAPE)["f32"] < between_kernels(wide.hlo, SHAPE)["f32"]
     assert low.bytes_accessed < 0.8 * wide.bytes_accessed
     assert low.peak_memory < 0.9 * wide.peak_memory
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not targets.available("v6e"), reason="no compiler for a TPU here")
+def test_a_tpu_makes_a_normalized_relu_again_and_does_not_keep_it(device):
+    shape = (8, 64, 28, 28)
+    first, second = (nn.Conv2d(shape[1], shape[1], 3, padding=1, bias=False) for _ in range(2))
+    model = nn.Sequential(first, nn.BatchNorm2d(shape[1]), nn.ReLU(), second).to(device)
+    x = torch.randn(shape).to(device).requires_grad_()
+    with xla_amp.policy.override({"batch_norm": "keep"}), xla_amp.autocast(device, dtype=torch.bfloat16):
+        loss = model(x).square().mean()
+    loss.backward()
+    xla_amp.sync()
+    hlo = targets.compile_for(text_for("tpu"), "v6e").hlo
+    # A fourth in bfloat16 would be the ReLU's result; the one in float32 is the gradient in `x`.
+    assert between_kernels(hlo, shape) == {"bf16": 3, "f32": 1}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not targets.available("v5p"), reason="no compiler for a TPU here")
+def test_a_tpu_copies_no_weight(device):
+    model = nn.Sequential(nn.Conv2d(256, 256, 1, bias=False), nn.ReLU(), nn.Conv2d(256, 256, 3, bias=False))
+    trained(device, model, torch.randn(8, 256, 14, 14), 2, momentum=0.9)
+    hlo = targets.compile_for(text_for("tpu"), "v5p").hlo
+    entry = hlo[hlo.index("\nENTRY") :]
+    assert [line for line in entry.splitlines() if " copy(" in line and "f32[256,256," in line] == []
+    assert "f32[256,256,1,1]{0,1,3,2" in entry
 
 
 def test_a_step_is_compiled_with_them(monkeypatch, device):
