@@ -47,34 +47,24 @@ def ended(folder, end):
     return forked.run(program, folder, end)
 
 
-def test_a_save_goes_on_to_its_end_after_an_exception(device, tmp_path):
-    done = ended(tmp_path, "raises")
-    assert done.returncode == 1
-    assert "ZeroDivisionError" in done.stderr
-    assert checkpoint.load({"model": torch.nn.Linear(512, 512).to(device)}, tmp_path / "last") == {
-        "steps": [*range(100)]
-    }
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("end", ["ends", "exits"])
-def test_a_save_as_the_last_statement(tmp_path, end):
+@pytest.mark.parametrize(
+    ("end", "status", "words"),
+    [
+        ("raises", 1, "ZeroDivisionError"),
+        ("full disk", 1, "xla_amp: a checkpoint was not written: checkpoint.save_async('{folder}/last')"),
+        *(pytest.param(end, 0, "", marks=pytest.mark.full) for end in ("ends", "exits", "reported")),
+    ],
+)
+def test_a_save_goes_on_to_the_end_of_the_program(device, tmp_path, end, status, words):
+    """One that fails makes the status nonzero, unless `wait` has reported it."""
     done = ended(tmp_path, end)
-    assert done.returncode == 0
-    assert checkpoint.latest(tmp_path) == tmp_path / "last"
-
-
-def test_a_save_that_fails_at_the_end_makes_the_status_nonzero(tmp_path):
-    done = ended(tmp_path, "full disk")
-    assert done.returncode == 1
-    assert f"xla_amp: a checkpoint was not written: checkpoint.save_async('{tmp_path}/last')" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["first"]
-
-
-@pytest.mark.full
-def test_a_failure_that_wait_reported_leaves_the_status_alone(tmp_path):
-    done = ended(tmp_path, "reported")
-    assert (done.returncode, done.stdout) == (0, "reported\n"), done.stderr
+    assert done.returncode == status
+    assert words.format(folder=tmp_path) in done.stderr
+    if end in ("full disk", "reported"):
+        assert [path.name for path in tmp_path.iterdir()] == ["first"]
+    else:
+        model = torch.nn.Linear(512, 512).to(device)
+        assert checkpoint.load({"model": model}, tmp_path / "last") == {"steps": [*range(100)]}
 
 
 def test_remains_of_a_killed_save_are_removed_by_the_next(device, tmp_path):
@@ -88,20 +78,17 @@ def test_remains_of_a_killed_save_are_removed_by_the_next(device, tmp_path):
     (remote / "owner").write_text("another host")
     strange.mkdir()
     (strange / "notes.txt").touch()
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, locked / "owner"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    command = [sys.executable, "-c", HOLD, locked / "owner"]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout.readline()
     checkpoint.save({"model": torch.nn.Linear(2, 2).to(device)}, tmp_path / "second")
-    assert sorted(path.name for path in tmp_path.glob("*.partial")) == sorted(
-        path.name for path in (locked, remote, strange)
-    )
+    assert {*tmp_path.glob("*.partial")} == {locked, remote, strange}
     holder.communicate()
     long_ago = time.time() - 24 * 3600
     for path in [remote, *remote.rglob("*")]:
         os.utime(path, (long_ago, long_ago))
     checkpoint.save({"step": 1}, tmp_path / "third")
-    assert [path.name for path in tmp_path.glob("*.partial")] == [strange.name]
+    assert [*tmp_path.glob("*.partial")] == [strange]
 
 
 HOLD = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
