@@ -1,8 +1,12 @@
-"""What a script for torch.distributed finds in a process group of the backend "xla_amp": scenarios."""
+"""What a script for torch.distributed finds in a process group of the backend "xla_amp": scenarios.
+
+Collectives, DistributedDataParallel with its buffers and hooks, `xla_model.reduce_gradients`, and what is refused.
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -10,9 +14,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import xla_amp
+from xla_amp import policy
+from xla_amp import xla_model as xm
+from xla_amp.errors import RecompileWarning
+from xla_amp.testing import counts as counted
+
 DEVICE = "jax"
 STEPS = 7
 OVERFLOW = 4
+MODES = ("plain", "accumulated", "captured", "accumulated in a group of gloo")
+"""Of training with buffers."""
 
 
 def own(rank, dtype=torch.float32):
@@ -71,17 +83,15 @@ def collectives(rank, world):
     return found
 
 
-def model_of(device, seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)).to(device)
+def layers():
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
 
 def train(rank, world):
     """torch's class in float16, with an overflow on the last rank; rank 0 alone reads, in every step."""
-    import xla_amp
-
     device = DEVICE
-    model = DistributedDataParallel(model_of(device, rank), device_ids=[int(os.environ["LOCAL_RANK"])])
+    torch.manual_seed(rank)
+    model = DistributedDataParallel(layers().to(device), device_ids=[int(os.environ["LOCAL_RANK"])])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**8)
     data, counts = torch.Generator().manual_seed(1), []
@@ -89,17 +99,16 @@ def train(rank, world):
         x = torch.randn(8 * world, 8, generator=data)[rank::world]
         if step == OVERFLOW and rank == world - 1:
             x[0] = float("inf")
-        before = xla_amp.metrics()
-        optimizer.zero_grad()
-        with torch.autocast(device, torch.float16):
-            loss = model(x.to(device)).square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        if rank == 0:
-            print(step, loss.item(), [float(p.detach().sum()) for p in model.parameters()][:1])
-        after = xla_amp.metrics()
-        counts.append({name: after[name] - before[name] for name in ("executions", "compilations", "host_syncs")})
+        with counted() as spent:
+            optimizer.zero_grad()
+            with torch.autocast(device, torch.float16):
+                loss = model(x.to(device)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if rank == 0:
+                print(step, loss.item(), [float(p.detach().sum()) for p in model.parameters()][:1])
+        counts.append([spent.executions, spent.compilations, spent.host_syncs])
     state = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return {
         "counts": counts,
@@ -123,9 +132,6 @@ class Partly(nn.Module):
 
 def unused(rank, world):
     """`xm.reduce_gradients`: parameters without gradients, sparse gradients, accumulation."""
-    import xla_amp
-    from xla_amp import xla_model as xm
-
     torch.manual_seed(rank)
     device = DEVICE
     model = Partly().to(device)
@@ -135,12 +141,12 @@ def unused(rank, world):
     xla_amp.sync()
     for step in range(3):
         optimizer.zero_grad()
-        before = xla_amp.metrics()["executions"]
-        for part in range(2):
-            model(tokens_of(step, rank, part).to(device), step == 2).square().sum().backward()
-        xm.reduce_gradients(optimizer)
-        optimizer.step()
-        found.append([xla_amp.metrics()["executions"] - before, model.other.weight.grad is None])
+        with counted() as spent:
+            for part in range(2):
+                model(tokens_of(step, rank, part).to(device), step == 2).square().sum().backward()
+            xm.reduce_gradients(optimizer)
+            optimizer.step()
+        found.append([spent.executions, model.other.weight.grad is None])
     return {"steps": found, "weights": [p.tolist() for p in model.parameters()]}
 
 
@@ -179,3 +185,84 @@ def refusals(rank, world):
     checkpoint.load(loaded, checkpoint_id=folder, process_group=with_pickle)
     found["loaded"] = loaded["weight"].tolist()
     return found
+
+
+class Buffers(nn.Module):
+    """Batch normalization, a count, and a buffer of 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = layers()
+        self.register_buffer("largest", torch.zeros(3, dtype=torch.bfloat16))
+        self.register_buffer("seen", torch.tensor([True, False]))
+
+    def forward(self, x):
+        if self.training:
+            self.largest.copy_(x[:3, 0])
+        return self.layers(x)
+
+
+def rows(step, rank, part):
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(100 * step + 10 * rank + part))
+
+
+def trained(device, rank, mode):
+    """The state after some steps on rows of this process, what rank 0 alone reads of an evaluation, and the costs."""
+    torch.manual_seed(rank)  # rank 0's weights and buffers count
+    options = {"process_group": dist.new_group(backend="gloo")} if "gloo" in mode else {}
+    model = DistributedDataParallel(Buffers().to(device), **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        if "accumulated" in mode:
+            with model.no_sync():
+                model(y).square().mean().backward()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    captured = xla_amp.compile if mode == "captured" and device == DEVICE else lambda function: function
+    run, counts = captured(step), []
+    for index in range(4):
+        batch = [rows(index, rank, part).to(device) for part in (0, 1)]
+        with counted() as spent:
+            run(*batch)
+            xla_amp.sync()
+        counts.append([spent.executions, spent.compilations, spent.host_syncs])
+    model.eval()
+    evaluate = captured(model)
+    with torch.no_grad():
+        evaluated = [evaluate(rows(STEPS, part, 0).to(device)).sum() for part in range(3)][-1]
+    read = [evaluated.item()] if rank == 0 else []
+    xla_amp.sync()
+    return {name: value.cpu().double().tolist() for name, value in model.module.state_dict().items()}, read, counts
+
+
+def buffers(rank, world):
+    """On the device and on the CPU, by mode."""
+    warnings.simplefilter("ignore", RecompileWarning)  # of torch's buckets, in the second step
+    return {mode: [trained(device, rank, mode) for device in (DEVICE, "cpu")] for mode in MODES}
+
+
+def hook(rank, world):
+    """The mean of the gradients of a weight of float16 that a communication hook adds in float32, and executables."""
+
+    def add(state, bucket):
+        wide = bucket.buffer().float()
+        dist.all_reduce(wide)
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer().copy_(wide / dist.get_world_size()))
+        return done
+
+    with policy.override(reduce_gradients="keep"):
+        model = DistributedDataParallel(nn.Linear(1, 1, bias=False).half().to(DEVICE))
+    model.register_comm_hook(None, add)
+    optimizer, counts = torch.optim.SGD(model.parameters(), 0.0), []
+    for _ in range(4):
+        with counted() as spent:
+            optimizer.zero_grad()
+            model(torch.tensor([[60000.0]]).half().to(DEVICE)).backward()
+            optimizer.step()
+            xla_amp.sync()
+        counts.append(spent.executions)
+    return {"gradient": model.module.weight.grad.item(), "counts": counts}

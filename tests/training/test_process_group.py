@@ -1,4 +1,7 @@
-"""torch.distributed with the backend "xla_amp": collectives, DistributedDataParallel, what is refused."""
+"""torch.distributed with the backend "xla_amp": collectives, DistributedDataParallel, what is refused.
+
+The rule for sums is in tests/policy/test_gradient_rule.py, sums of two processes in test_processes.py.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,31 @@ import forked
 import pytest
 import scenarios
 import torch
-from process_group_program import OVERFLOW, STEPS, Partly, own, tokens_of
+from process_group_program import MODES, OVERFLOW, STEPS, Partly, own, tokens_of
 
 from xla_amp.lazy.distributed.process_groups import rows_or_columns
 
 PROGRAM = Path(__file__).with_name("process_group_program.py")
 
 
+ONE_EXECUTABLE = [1, 0, 0]
+"""And no compilation, no wait of the host."""
+
+
+def seen(*names):
+    """What the two processes saw in scenarios."""
+    parts = scenarios.run(PROGRAM, *names, start="group")
+    return [{name: each[rank] for name, each in parts.items()} for rank in range(2)]
+
+
 @pytest.fixture(scope="module")
 def found():
-    """What the two processes saw."""
-    parts = scenarios.run(PROGRAM, "collectives", "train", "unused", "refusals", start="group")
-    return [{name: each[rank] for name, each in parts.items()} for rank in range(2)]
+    return seen("collectives", "train", "unused", "refusals")
+
+
+@pytest.fixture(scope="module")
+def replicas():
+    return seen("buffers", "hook")
 
 
 def test_collectives(found):
@@ -57,7 +73,32 @@ def test_torchs_data_parallel_is_one_executable_a_step_and_all_skip_an_overflow(
     assert first["scale"] == second["scale"] == 2.0**7
     assert first["names"][0] == "module.0.weight"
     for step in range(OVERFLOW - 1, STEPS):
-        assert second["counts"][step] == {"executions": 1, "compilations": 0, "host_syncs": 0}
+        assert second["counts"][step] == ONE_EXECUTABLE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_are_sent_in_the_step(replicas, mode):
+    """Against torch's class on the CPU: the same weights and buffers, in one executable a step after the second.
+
+    In a group of gloo each copy of the buffers is an executable for itself.
+    """
+    for rank, process in enumerate(replicas):
+        (got, read, counts), (expected, read_there, _) = process["buffers"][mode]
+        assert list(got) == list(expected)
+        for name, value in got.items():
+            torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[name]), rtol=0, atol=1e-6)
+        assert len(read) == len(read_there) == (rank == 0)
+        assert read == pytest.approx(read_there, abs=1e-5)
+        assert counts[-1] == ONE_EXECUTABLE or "gloo" in mode
+
+
+@pytest.mark.full
+def test_a_communication_hook_adds_in_float32(replicas):
+    """The sum of 60000 and 60000 is inf in float16; the hook is a part of the step's executable."""
+    for process in replicas:
+        assert process["hook"]["gradient"] == 60000.0
+        assert process["hook"]["counts"][2:] == [1, 1]
 
 
 def test_unused_parameters_keep_no_gradient_and_sparse_ones_are_averaged(found):
