@@ -22,7 +22,7 @@ COUNTS = "counts what the lazy device records"
 ON_DEVICE = "test_torchs_own_optimizers_step_on_the_device has it"
 FILES: Mapping[str, tuple[int, Mapping[str, str]]] = MappingProxyType(
     {
-        "autocast/test_autocast_regions.py": (18, {}),
+        "autocast/test_autocast_regions.py": (16, {}),
         "autocast/test_rules_in_regions.py": (45, {
             "test_torchs_regions_follow_overrides_and_ours_around_them": "torch.autocast has torch_xla's own kernels",
         }),

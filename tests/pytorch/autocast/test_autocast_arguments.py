@@ -12,8 +12,6 @@ import xla_amp
 from xla_amp import autocast
 from xla_amp.errors import AutocastWarning, DeviceError, PolicyError, UnsupportedDtypeError
 
-NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
-
 
 @pytest.mark.parametrize(
     "device", ["xla", "xla:0", "jax", "jax:0", "cpu", "cpu:0", torch.device("cpu"), torch.device("xla")]
@@ -21,9 +19,6 @@ NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines w
 def test_devices(device):
     expected = "cpu" if "cpu" in str(device) else "jax"
     assert autocast(device).device == autocast(device_type=device).device == expected
-
-
-def test_what_xla_device_returned():
     assert autocast(xla_amp.xla_device()).device == "jax"
 
 
@@ -35,6 +30,21 @@ REFUSED = [
     ((), {}, TypeError, "device"),
     (("xla",), {"dtype": torch.float16, "policy": "hpu"}, UnsupportedDtypeError, "'hpu' offers torch.bfloat16, got"),
     (("xla",), {"policy": "tqu"}, PolicyError, "unknown policy 'tqu'; nearest: tpu"),
+    *(
+        (
+            (device,),
+            {name: value},
+            TypeError,
+            rf"{name}={value!r}\): expected True or False, got {type(value).__name__}",
+        )
+        for name, value in (("cache_enabled", "x"), ("enabled", 1), ("enabled", None), ("cache_enabled", 0))
+        for device in ("cpu", "xla")
+    ),
+    *(
+        ((device,), {"dtype": dtype}, UnsupportedDtypeError, "expected torch.bfloat16 or torch.float16, got")
+        for dtype in (torch.float64, torch.int32, "bfloat16", True)
+        for device in ("cpu", "xla")
+    ),
 ]
 
 
@@ -59,36 +69,25 @@ def test_an_index_of_no_cuda_device(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])
-@pytest.mark.parametrize("flags", [{"cache_enabled": "x"}, {"enabled": 1}, {"enabled": None}, {"cache_enabled": 0}])
-def test_flags_that_are_no_bool(device, flags):
-    [(name, value)] = flags.items()
-    with pytest.raises(TypeError, match=rf"{name}={value!r}\): expected True or False, got {type(value).__name__}"):
-        autocast(device, **flags)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (torch.nn.Linear, r"got the class Linear.*decorate its method"),
+        (dict, r"got the class dict.*decorate its method"),
+        (3, r"expects a function, got 3 \(int\)"),
+    ],
+)
+def test_what_is_not_decorated(device, given, words):
+    with pytest.raises(TypeError, match=words):
+        autocast(device)(given)
 
 
-@pytest.mark.parametrize("kind", [torch.nn.Linear, dict])
-def test_a_class_is_not_decorated(kind):
-    with pytest.raises(TypeError, match=rf"got the class {kind.__name__}.*decorate its method"):
-        autocast("cpu")(kind)
-
-
-@NO_CUDA
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
 def test_cuda_without_cuda():
     with pytest.raises(DeviceError, match="there is no CUDA device, so autocast would do nothing"):
         autocast("cuda")
-
-
-@NO_CUDA
-def test_cuda_without_cuda_when_it_is_off_anyway():
     with autocast("cuda", enabled=False):
         assert not torch.is_autocast_enabled("cuda")
-
-
-@pytest.mark.parametrize("device", ["cpu", "xla"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, "bfloat16", True])
-def test_dtypes_that_are_not_low(device, dtype):
-    with pytest.raises(UnsupportedDtypeError, match=r"expected torch.bfloat16 or torch.float16, got"):
-        autocast(device, dtype=dtype)
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])
@@ -106,12 +105,7 @@ def test_float32_disables_with_a_warning_as_in_torch(device):
         texts.append(str(caught[0].message))
     assert caught[0].category is AutocastWarning
     assert all("torch.bfloat16" in text and "torch.float16" in text for text in texts)
-
-
-@pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_when_it_is_off_the_dtype_does_not_matter(device):
-    with autocast(device, dtype=torch.float32, enabled=False):
-        pass
+    autocast(device, dtype=torch.float32, enabled=False)  # off anyway, and so without a warning
 
 
 def test_a_policy_decides_on_the_xla_device():

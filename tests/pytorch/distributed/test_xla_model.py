@@ -32,9 +32,6 @@ def test_devices(device):
     assert xm.get_xla_supported_devices("TPU") == []
     assert xm.is_xla_tensor(torch.ones(1, device=device))
     assert not xm.is_xla_tensor(torch.ones(1))
-
-
-def test_devices_that_are_not_there(device):
     with pytest.raises(DeviceError, match="has one XLA device, number 0"):
         xm.xla_device(1)
     with pytest.raises(DeviceError, match="the device is of kind 'CPU'"):
@@ -68,7 +65,7 @@ def test_master_print(capsys):
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
-def test_all_reduce_of_a_tensor(device):
+def test_all_reduce(device):
     tensor = torch.ones(2, device=device)
     result = xm.all_reduce("sum", tensor, scale=0.5)
     assert result.tolist() == [0.5, 0.5]
@@ -76,11 +73,8 @@ def test_all_reduce_of_a_tensor(device):
     result = xm.all_reduce(xm.REDUCE_MAX, tensor)
     result.add_(1)
     assert tensor.tolist() == [1.0, 1.0]
-
-
-def test_all_reduce_of_a_list_is_in_place(device):
-    tensors = [torch.ones(2, device=device), torch.full((1,), 4.0, device=device, requires_grad=True)]
-    assert xm.all_reduce("sum", tensors, scale=0.25) is None
+    tensors = [tensor, torch.full((1,), 4.0, device=device, requires_grad=True)]
+    assert xm.all_reduce("sum", tensors, scale=0.25) is None  # in place
     assert [tensor.tolist() for tensor in tensors] == [[0.25, 0.25], [1.0]]
 
 

@@ -50,9 +50,8 @@ def reference(name, options, steps=STEPS):
 
 def assert_close(params, expected, rtol=1e-5, atol=1e-6):
     for parameter, other in zip(params, expected, strict=True):
-        torch.testing.assert_close(
-            parameter.detach().cpu().double(), other.detach().cpu().double(), rtol=rtol, atol=atol
-        )
+        found, wanted = (each.detach().cpu().double() for each in (parameter, other))
+        torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
 
 
 def test_found_inf_is_added_to_the_scalers(device):
@@ -145,38 +144,31 @@ def test_closure_schedules_and_hooks(device):
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
 def test_options_that_it_cannot_have(name):
-    params = parameters("cpu")
-    with pytest.raises(RuntimeError, match=rf"syncfree.{name}\(fused=False\).*use torch.optim.{name}"):
-        getattr(syncfree, name)(params, fused=False)
-    with pytest.raises(RuntimeError, match=rf"syncfree.{name}\(differentiable=True\)"):
-        getattr(syncfree, name)(params, differentiable=True)
-    left = rf"syncfree.{name}\(master='kahan'\): 16-bit master weights left in 0.3.0.*torch-optimi"
-    with pytest.raises(TypeError, match=left):
-        getattr(syncfree, name)(params, master="kahan")
-    with pytest.raises(TypeError, match=left):
-        getattr(syncfree, name)([{"params": params, "master": "kahan"}])
-    saved = getattr(syncfree, name)(params).state_dict()
+    make, params = getattr(syncfree, name), parameters("cpu")
+    saved = make(params).state_dict()
     saved["param_groups"][0]["master"] = "kahan"
-    with pytest.raises(TypeError, match=left):
-        getattr(syncfree, name)(params).load_state_dict(saved)
-    with pytest.raises(ValueError, match="Invalid learning rate"):
-        getattr(syncfree, name)(params, lr=-1.0)
+    left = rf"syncfree.{name}\(master='kahan'\): 16-bit master weights left in 0.3.0.*torch-optimi"
+    for call, kind, words in (
+        (lambda: make(params, fused=False), RuntimeError, rf"{name}\(fused=False\).*use torch.optim.{name}"),
+        (lambda: make(params, differentiable=True), RuntimeError, rf"syncfree.{name}\(differentiable=True\)"),
+        (lambda: make(params, master="kahan"), TypeError, left),
+        (lambda: make([{"params": params, "master": "kahan"}]), TypeError, left),
+        (lambda: make(params).load_state_dict(saved), TypeError, left),
+        (lambda: make(params, lr=-1.0), ValueError, "Invalid learning rate"),
+    ):
+        with pytest.raises(kind, match=words):
+            call()
 
 
-def test_sparse_gradients():
+def test_gradients_and_parameters_that_it_cannot_have():
     embedding = nn.Embedding(4, 2, sparse=True)
-    optimizer = syncfree.SGD(embedding.parameters(), lr=0.1)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match=r"syncfree.SGD: a gradient is sparse \(parameter \(4, 2\)\)"):
-        optimizer.step()
-
-
-def test_parameters_that_are_not_floating():
-    params = [nn.Parameter(torch.ones(2, dtype=torch.complex64))]
-    optimizer = syncfree.Adam(params)
-    params[0].grad = torch.ones_like(params[0])
+        syncfree.SGD(embedding.parameters(), lr=0.1).step()
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    parameter.grad = torch.ones_like(parameter)
     with pytest.raises(RuntimeError, match=r"expected floating parameters, got torch\.complex64"):
-        optimizer.step()
+        syncfree.Adam([parameter]).step()
 
 
 # ---- any optimizer ---------------------------------------------------------------------------------------------------
