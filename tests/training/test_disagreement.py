@@ -48,10 +48,7 @@ def says(found, *words):
 def test_a_read_an_early_end_and_a_killed_process_end_in_errors_that_name_process_and_line():
     found = run("read", "end", "kill", "rate", "factor", "hold", "hold, function")
     for each in found["rate"]:
-        says(
-            each,
-            "a Python number that they read, or the seed of random numbers, is -0.1 on process 0, -0.2 on process 1",
-        )
+        says(each, "number that they read, or the seed of random numbers, is -0.1 on process 0, -0.2 on process 1")
     # What a process does to its own batch is its own affair.
     # And so is a value that it still holds when the next program could overwrite it.
     for case in ("factor", "hold", "hold, function"):
@@ -59,9 +56,7 @@ def test_a_read_an_early_end_and_a_killed_process_end_in_errors_that_name_proces
     for each in found["read"]:
         says(each, "process 0 (", "process 1 (", "cannot run their next program together")
         says(each, 'print("read", float(loss)) and ', "xla_amp.sync()")
-    says(
-        found["end"][0], "process 1 (", "has ended and runs no more programs", "disagree_program.py:", "xla_amp.sync()"
-    )
+    says(found["end"][0], "process 1 (", "has ended and runs no more", "disagree_program.py:", "xla_amp.sync()")
     status, _, text = found["end"][1]
     assert (status, "process 1 has ended well, but process 0 (" in text) == (1, True)
     says(found["kill"][0], "process 1 (", "has ended without a word: it was killed")
@@ -133,15 +128,13 @@ class Store(dict):
 
 def connected(count, fanout, timeout=20):
     store = Store()
+
+    def connect(rank):
+        place = Process(rank, count, rank, "127.0.0.1:1", timeout, None)
+        return agreement.connect(place, store, "process {}".format, fanout=fanout)
+
     with ThreadPoolExecutor(count) as pool:
-        return list(
-            pool.map(
-                lambda rank: agreement.connect(
-                    Process(rank, count, rank, "127.0.0.1:1", timeout, None), store, "process {}".format, fanout=fanout
-                ),
-                range(count),
-            )
-        )
+        return list(pool.map(connect, range(count)))
 
 
 def each(members, digests, program="program of {}"):
@@ -243,7 +236,6 @@ def test_strangers_are_not_let_in():
 
 
 def test_processes_that_cannot_connect_say_so():
-    with pytest.raises(
-        EngineError, match="process 0 could not connect to its neighbours among the processes within 1 s"
-    ):
+    words = "process 0 could not connect to its neighbours among the processes within 1 s"
+    with pytest.raises(EngineError, match=words):
         agreement.connect(Process(0, 2, 0, "127.0.0.1:1", 1, None), Store(), "process {}".format)
