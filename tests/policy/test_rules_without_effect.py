@@ -164,10 +164,6 @@ def routed(x: Any) -> Any:
         return x @ x
 
 
-def device(name: str) -> torch.device:
-    return xla_amp.xla_device() if name == "lazy" else torch.device(name)
-
-
 def test_a_rule_that_matches_nothing_is_reported_when_the_region_closes() -> None:
     x = torch.ones(2, 2)
     missing: Any = {"module:*.never_there": "fp32"}
@@ -182,10 +178,9 @@ def test_a_rule_that_matches_nothing_is_reported_when_the_region_closes() -> Non
             pass  # no operation ran
 
 
-@pytest.mark.parametrize("name", ["cpu", "lazy"])
-def test_a_rule_that_equals_the_devices_own_cast_has_matched(name: str) -> None:
+def test_a_rule_that_equals_the_devices_own_cast_has_matched(device: torch.device) -> None:
     """torch's own kernel would do the same without a word."""
-    x = torch.ones(2, 2, device=device(name))
+    x = torch.ones(2, 2, device=device)
     with xla_amp.autocast(x.device, dtype=torch.bfloat16, rules={"mm": "low", "relu": "fp32"}, strict=True):
         assert torch.relu(torch.mm(x, x)).dtype is torch.float32
 
@@ -206,18 +201,16 @@ def test_malformed_rules_are_refused_by_every_front(rules: Any) -> None:
         stablehlo.autocast(jax.jit(routed).lower(jnp.ones((4, 4))), rules=rules)
 
 
-@pytest.mark.parametrize("name", ["cpu", "lazy"])
-def test_a_rule_for_the_softmax_of_a_fused_attention_says_what_to_write(name: str) -> None:
-    place = device(name)
-    q = torch.ones(1, 1, 4, 8, device=place)
+def test_a_rule_for_the_softmax_of_a_fused_attention_says_what_to_write(device: torch.device) -> None:
+    q = torch.ones(1, 1, 4, 8, device=device)
     module = torch.nn.Module()
     module.forward = lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q)  # type: ignore[assignment]
     model = torch.nn.Sequential()
-    model.add_module(f"attention_{name}", module)
+    model.add_module(f"attention_{device.type}", module)
     model.forward = lambda: module()  # type: ignore[assignment]
-    written = f"module:*attention_{name}.softmax"
-    instead = rf"write module:\*attention_{name}\.scaled_dot_product_attention = fp32"
-    with pytest.warns(RuleWarning, match=instead), xla_amp.autocast(place, rules={written: "fp32"}, policy="tpu"):
+    written = f"module:*attention_{device.type}.softmax"
+    instead = rf"write module:\*attention_{device.type}\.scaled_dot_product_attention = fp32"
+    with pytest.warns(RuleWarning, match=instead), xla_amp.autocast(device, rules={written: "fp32"}, policy="tpu"):
         model()
-    with xla_amp.autocast(place, rules={written.replace("softmax", effects.FUSED): "fp32"}, policy="tpu", strict=True):
+    with xla_amp.autocast(device, rules={written.replace("softmax", effects.FUSED): "fp32"}, policy="tpu", strict=True):
         assert model().dtype is torch.float32
