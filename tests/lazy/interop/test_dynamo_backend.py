@@ -23,13 +23,13 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def hook():
-    """The backend leaves the module hook installed: not for the tests of other files."""
-    from xla_amp.lazy.interop import dynamo_backend  # noqa: F401
+@pytest.fixture(scope="module")
+def dynamo_backend():
+    """The backend's module, whose import leaves the module hook installed: not for the tests of other files."""
+    from xla_amp.lazy.interop import dynamo_backend
 
     step_marker.keep_hook()
-    yield
+    yield dynamo_backend
     step_marker._kept = False
     if step_marker._forward_hook is not None:
         step_marker._forward_hook.remove()
@@ -37,9 +37,7 @@ def hook():
 
 
 @pytest.fixture(autouse=True)
-def backend():
-    from xla_amp.lazy.interop import dynamo_backend
-
+def backend(dynamo_backend):
     torch._dynamo.reset()
     if "xla_amp" not in torch._dynamo.list_backends():  # an installation from before there was an entry point
         registry.register_backend(dynamo_backend.compile_graph, name="xla_amp")
@@ -51,9 +49,7 @@ def compiled(function, fullgraph=True):
     return torch.compile(function, backend="xla_amp", fullgraph=fullgraph)
 
 
-def test_the_entry_point_is_the_backend():
-    from xla_amp.lazy.interop import dynamo_backend
-
+def test_the_entry_point_is_the_backend(dynamo_backend):
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     value = groups["torch_dynamo_backends"]["xla_amp"]
     assert EntryPoint("xla_amp", value, "torch_dynamo_backends").load() is dynamo_backend.compile_graph
@@ -203,18 +199,13 @@ def test_a_graph_break_reads_the_value(device):
     assert compiled(function, fullgraph=False)(x).tolist() == [9.0, 9.0]
 
 
-def casts(device, function, argument=None):
-    return function(torch.ones(2, 4, device=device) if argument is None else argument).dtype
-
-
 def test_casts_follow_the_rules_of_each_call(device):
-    model = nn.Linear(4, 4).to(device)
-    run = compiled(model)
+    run, x = compiled(nn.Linear(4, 4).to(device)), torch.ones(2, 4, device=device)
     for _ in range(2):
         with xla_amp.autocast(device):
-            assert casts(device, run) is torch.bfloat16
+            assert run(x).dtype is torch.bfloat16
         with xla_amp.policy.override({"linear": "fp32"}), xla_amp.autocast(device):
-            assert casts(device, run) is torch.float32
+            assert run(x).dtype is torch.float32
 
 
 @pytest.mark.parametrize("where", ["decorator", "nested", "made by a method", "twice", "torch's"])
@@ -287,7 +278,7 @@ def test_rules_for_modules_are_followed(device):
     model[0].register_forward_hook(lambda module, inputs, result: seen.append(result.dtype))
     run = compiled(model, fullgraph=False)
     with xla_amp.policy.override(module="0", cast="fp32"), xla_amp.autocast(device):
-        assert casts(device, run) is torch.bfloat16
+        assert run(torch.ones(2, 4, device=device)).dtype is torch.bfloat16
     assert seen == [torch.float32]
 
 
