@@ -256,7 +256,9 @@ def test_a_padded_encoder_in_inference(device):
     with torch.no_grad():
         want = encoder(TOKENS, src_key_padding_mask=PADDING)
         got = copy.deepcopy(encoder).to(device)(TOKENS.to(device), src_key_padding_mask=PADDING.to(device)).cpu()
-    torch.testing.assert_close(got[~PADDING], want[~PADDING], **EXACT)  # at padding torch's nested tensors give 0
+    torch.testing.assert_close(got[~PADDING], want[~PADDING], **EXACT)
+    assert not want[PADDING].any()  # torch's nested tensors; docs/limits.md
+    assert got[PADDING].all()
 
 
 @pytest.mark.parametrize("arguments", [(), (1,), (0, True)])

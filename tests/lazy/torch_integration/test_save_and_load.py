@@ -30,9 +30,9 @@ State = dict[str, torch.Tensor]
 
 
 class Weights(nn.Module):
-    """Weights of one kind; `make` builds them on the CPU, the same values at each call."""
+    """Weights of one kind on a device, the same values at each call."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, device: torch.device) -> None:
         super().__init__()
         base = torch.linspace(-3, 5, 12).view(3, 4)
         self.kind = kind
@@ -55,29 +55,19 @@ class Weights(nn.Module):
             self.empty, self.none = nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(3, 0))
             self.scalar = nn.Parameter(torch.tensor(-0.0))
             self.one = nn.Parameter(torch.tensor([[1.5]], dtype=torch.float64))
-
-
-def views(device: torch.device) -> Weights:
-    """Weights whose storages are larger than they are, or in another order."""
-    module = Weights("views").to(device)
-    base = torch.arange(24.0, device=device).view(4, 6)
-    module.register_buffer("transposed", base.t())
-    module.register_buffer("strided", torch.arange(30.0, device=device)[3::2])
-    module.register_buffer("row", torch.arange(12, device=device).view(3, 4)[1])
-    return module
+        elif kind == "large":
+            self.first = self.second = nn.Parameter(torch.rand(250_000))
+        self.to(device)
+        if kind in ("tied", "large"):
+            self.register_buffer("fourth", self.second.detach())
+        elif kind == "views":  # whose storages are larger than they are, or in another order
+            self.register_buffer("transposed", torch.arange(24.0, device=device).view(4, 6).t())
+            self.register_buffer("strided", torch.arange(30.0, device=device)[3::2])
+            self.register_buffer("row", torch.arange(12, device=device).view(3, 4)[1])
 
 
 CPU = torch.device("cpu")
 KINDS = ("plain", "tied", "buffers", "low", "sizes", "views")
-
-
-def make(kind: str, device: torch.device) -> Weights:
-    if kind == "views":
-        return views(device)
-    module = Weights(kind).to(device)
-    if kind == "tied":
-        module.register_buffer("fourth", module.second.detach())
-    return module
 
 
 def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -87,7 +77,7 @@ def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def blank(module: Weights, device: torch.device) -> Weights:
     """A module of the same kind with other values."""
-    other = make(module.kind, device)
+    other = Weights(module.kind, device)
     for tensor in other.state_dict().values():
         with torch.no_grad():
             tensor.zero_()
@@ -104,12 +94,8 @@ def saved(value: Any, **options: Any) -> io.BytesIO:
     return file
 
 
-def torch_load(weights_only: bool = True, **options: Any) -> Callable[..., State]:
-    def way(module: Weights, folder: Path, device: torch.device) -> State:
-        found: State = torch.load(saved(module.state_dict()), weights_only=weights_only, **options)
-        return found
-
-    return way
+def torch_load(**options: Any) -> Callable[..., State]:
+    return lambda module, *_: torch.load(saved(module.state_dict()), **options)
 
 
 def torch_load_by_file(mmap: bool, location: Any) -> Callable[..., State]:
@@ -119,27 +105,6 @@ def torch_load_by_file(mmap: bool, location: Any) -> Callable[..., State]:
         return found
 
     return way
-
-
-def old_format(module: Weights, folder: Path, device: torch.device) -> State:
-    found: State = torch.load(saved(module.state_dict(), _use_new_zipfile_serialization=False))
-    return found
-
-
-def whole_module(module: Weights, folder: Path, device: torch.device) -> State:
-    return torch.load(saved(module), weights_only=False).state_dict()
-
-
-def module_pickled(module: Weights, folder: Path, device: torch.device) -> State:
-    return pickle.loads(pickle.dumps(module)).state_dict()
-
-
-def module_deepcopied(module: Weights, folder: Path, device: torch.device) -> State:
-    return copy.deepcopy(module).state_dict()
-
-
-def state_deepcopied(module: Weights, folder: Path, device: torch.device) -> State:
-    return copy.deepcopy(module.state_dict())
 
 
 def load_state_dict(assign: bool, location: Any = None) -> Callable[..., State]:
@@ -231,11 +196,11 @@ WAYS: dict[str, Callable[..., State]] = {
     "torch, from a file": torch_load_by_file(False, None),
     "torch, mapped": torch_load_by_file(True, None),
     "torch, mapped to the CPU": torch_load_by_file(True, "cpu"),
-    "torch, old format": old_format,
-    "torch, whole module": whole_module,
-    "pickle": module_pickled,
-    "deepcopy of the module": module_deepcopied,
-    "deepcopy of the state": state_deepcopied,
+    "torch, old format": lambda m, *_: torch.load(saved(m.state_dict(), _use_new_zipfile_serialization=False)),
+    "torch, whole module": lambda m, *_: torch.load(saved(m), weights_only=False).state_dict(),
+    "pickle": lambda m, *_: pickle.loads(pickle.dumps(m)).state_dict(),
+    "deepcopy of the module": lambda m, *_: copy.deepcopy(m).state_dict(),
+    "deepcopy of the state": lambda m, *_: copy.deepcopy(m.state_dict()),
     "load_state_dict": load_state_dict(False),
     "load_state_dict from the CPU": load_state_dict(False, "cpu"),
     "load_state_dict that assigns": load_state_dict(True),
@@ -282,22 +247,36 @@ def ties(state: State) -> list[list[str]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_round_trip_keeps_every_bit(way: str, kind: str, device: torch.device, tmp_path: Path) -> None:
-    on_cpu = make(kind, CPU)
+    on_cpu = Weights(kind, CPU)
     if (way, kind) in REFUSED:
         for where in (CPU, device):
             with pytest.raises((RuntimeError, AttributeError), match=r"covering the entire storage|attribute 'dtype'"):
-                WAYS[way](make(kind, where), tmp_path / where.type, where)
+                WAYS[way](Weights(kind, where), tmp_path / where.type, where)
         return
     (tmp_path / "cpu").mkdir()
     reference = on_cpu.state_dict() if (way, kind) in NO_REFERENCE else WAYS[way](on_cpu, tmp_path / "cpu", CPU)
     expected = ties(reference)
     (tmp_path / "jax").mkdir()
-    found = WAYS[way](make(kind, device), tmp_path / "jax", device)
+    found = WAYS[way](Weights(kind, device), tmp_path / "jax", device)
     assert {name: bits(value) for name, value in found.items()} == {
-        name: bits(value) for name, value in make(kind, CPU).state_dict().items()
+        name: bits(value) for name, value in Weights(kind, CPU).state_dict().items()
     }
     assert ties(found) == expected
     assert {value.device.type for value in found.values()} == {"cpu" if way in ON_CPU else "jax"}
+
+
+def test_a_cpu_checkpoint_loads_onto_the_device(device: torch.device) -> None:
+    x = torch.arange(12.0).view(3, 4)
+    expected = {"float": x, "transposed": x.t(), "row": x[1], "bool": x > 3, "empty": torch.empty(0, 2)}
+    for place in ("jax", device, {"cpu": "jax:0"}):
+        loaded = torch.load(saved(expected), map_location=place)
+        for name, want in expected.items():
+            got = loaded[name]
+            assert (got.device, got.stride(), got.dtype) == (device, want.stride(), want.dtype), name
+            assert torch.equal(got.cpu(), want), name
+        loaded["float"][1].add_(100)
+        assert loaded["row"].tolist() == [104, 105, 106, 107]  # they shared a storage in the file and do so here
+        assert loaded["transposed"][0].tolist() == [0, 104, 8]
 
 
 # ---- in another process ----------------------------------------------------------------------------------------------
@@ -342,19 +321,19 @@ assert torch.load("state.pt", map_location="jax")["first"].device == state["firs
 
 @pytest.mark.full
 def test_another_process_loads_without_importing_the_package(device: torch.device, tmp_path: Path) -> None:
-    torch.save(make("tied", device).state_dict(), tmp_path / "state.pt")
+    torch.save(Weights("tied", device).state_dict(), tmp_path / "state.pt")
     done = run(FRESH, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
 def test_without_autoload_torch_names_the_place(device: torch.device, tmp_path: Path) -> None:
-    torch.save(make("tied", device).state_dict(), tmp_path / "state.pt")
+    torch.save(Weights("tied", device).state_dict(), tmp_path / "state.pt")
     done = run("import torch; torch.load('state.pt')", tmp_path, autoload="0")
     assert "(tagged with jax:0)" in done.stderr
 
 
 def test_a_checkpoint_of_cuda_keeps_the_message_of_torch(device: torch.device) -> None:
-    file = saved(make("plain", CPU).state_dict())
+    file = saved(Weights("plain", CPU).state_dict())
     with zipfile.ZipFile(file) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
     changed = io.BytesIO()
@@ -372,31 +351,13 @@ def test_a_checkpoint_of_cuda_keeps_the_message_of_torch(device: torch.device) -
 # ---- what is in the file ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["torch", "xla_model", "Orbax", "safetensors", "accelerate"])
+@pytest.mark.parametrize(
+    "way", ["torch, from a file", "xla_model.save", "Orbax", "safetensors model", "accelerate save_model"]
+)
 def test_tied_weights_are_written_once(way: str, device: torch.device, tmp_path: Path) -> None:
-    weight = nn.Parameter(torch.rand(250_000, device=device))
-    module = nn.Module()
-    module.first, module.second = weight, weight
-    module.register_buffer("third", weight.detach())
-    if way == "torch":
-        torch.save(module.state_dict(), tmp_path / "file")
-    elif way == "xla_model":
-        xla_model.save(module.state_dict(), tmp_path / "file")
-    elif way == "Orbax":
-        checkpoint.save({"model": module}, tmp_path / "folder")
-    elif way == "safetensors":
-        from safetensors.torch import save_model
-
-        save_model(module, str(tmp_path / "file"))
-    else:
-        from accelerate import Accelerator
-
-        Accelerator(cpu=True).save_model(module, tmp_path)
+    WAYS[way](Weights("large", device), tmp_path, device)
     written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     assert 800_000 < written < 1_200_000
-
-
-# ---- state of training -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
