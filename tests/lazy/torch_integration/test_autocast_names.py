@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import forked
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import xla_amp
 from xla_amp.common import config
@@ -46,15 +48,18 @@ def test_the_rules_of_the_device(autocast, name, matrix):
     assert (matrix @ matrix).dtype is FULL
 
 
-def test_every_operation_is_cast_as_inside_our_region(matrix):
-    def program():
-        hidden = torch.nn.functional.linear(matrix, matrix).relu()
-        return hidden, hidden.exp(), hidden.mean(), torch.nn.functional.layer_norm(hidden, [4]), hidden + matrix
+def test_operations_gradients_and_checkpoints_are_cast_as_inside_our_region(matrix):
+    def program(region, run):
+        weight = torch.nn.Parameter(matrix.clone())
+        with region:
+            hidden = run(lambda x: torch.nn.functional.linear(x, weight).sin().relu(), matrix)
+            results = hidden, hidden.exp(), hidden.mean(), torch.nn.functional.layer_norm(hidden, [4]), hidden + matrix
+            loss = sum(x.sum() for x in results)
+        loss.backward()
+        return *results, weight.grad
 
-    with xla_amp.autocast("xla"):
-        expected = program()
-    with torch.autocast("xla"):
-        found = program()
+    expected = program(xla_amp.autocast("xla"), lambda function, x: function(x))
+    found = program(torch.autocast("xla"), functools.partial(checkpoint, use_reentrant=False))
     for ours, theirs in zip(expected, found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
@@ -94,35 +99,6 @@ def test_decorated_before_use_and_recursive(matrix):
     assert torch.is_autocast_cache_enabled()
 
 
-def test_float32_is_disabled_by_torch(matrix):
-    with pytest.warns(UserWarning, match="In XLA autocast, but the target dtype is not supported"):
-        region = torch.autocast("xla", dtype=torch.float32)
-    with region:
-        assert (matrix @ matrix).dtype is FULL
-
-
-def test_the_backward_pass_and_a_checkpointed_layer(matrix):
-    weight = torch.nn.Parameter(matrix.clone())
-    with torch.autocast("xla"):
-        loss = torch.utils.checkpoint.checkpoint(lambda x: (x @ weight).sin(), matrix, use_reentrant=False).sum()
-    loss.backward()
-    expected = weight.grad.clone()
-    weight.grad = None
-    with xla_amp.autocast("xla"):
-        (matrix @ weight).sin().sum().backward()
-    torch.testing.assert_close(weight.grad, expected)
-
-
-def test_inside_a_compiled_function(matrix):
-    @torch.compile(backend="eager")
-    def product(x):
-        with torch.autocast("xla"):
-            y = x @ x
-        return y, x @ x
-
-    assert [y.dtype for y in product(matrix)] == [LOW, FULL]
-
-
 def test_torchs_scaler_of_that_name(matrix):
     weight = torch.nn.Parameter(matrix.clone())
     optimizer, scaler = torch.optim.SGD([weight], 0.1), torch.amp.GradScaler("xla")
@@ -135,18 +111,13 @@ def test_torchs_scaler_of_that_name(matrix):
 
 
 def test_other_threads(matrix):
-    seen = []
-
     def work():
-        seen.append(states()[0][0])
+        before = states()[0][0]
         with torch.autocast("xla", LOW):
-            seen.append((matrix @ matrix).dtype)
+            return before, (matrix @ matrix).dtype
 
-    with torch.autocast("xla"):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert seen == [False, LOW]
+    with torch.autocast("xla"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work).result() == (False, LOW)
 
 
 # ---- regions of another device ---------------------------------------------------------------------------------------
