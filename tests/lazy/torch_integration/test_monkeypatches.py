@@ -15,26 +15,20 @@ from xla_amp.lazy.torch_integration import monkeypatches
 
 # Compared by identity: module-level functions and classes of torch, members of its classes, entries of registries.
 PROGRAM = """
-import _signal, json, sys
+import _signal, json, pkgutil, sys
 from multiprocessing.reduction import ForkingPickler
 import torch, torch.serialization, torch.optim, torch.utils.dlpack, torch.multiprocessing, torch.utils.data
 import torch.optim.optimizer as optimizers
 import safetensors.torch
-from torch.nn.utils.rnn import PackedSequence
 from xla_amp import lazy
 from xla_amp.lazy.torch_integration import monkeypatches  # imports of torch's modules are not counted
 
-CLASSES = {
-    "torch.Tensor": torch.Tensor, "torch.nn.Parameter": torch.nn.Parameter, "torch.nn.Module": torch.nn.Module,
-    "torch.UntypedStorage": torch.UntypedStorage, "torch.TypedStorage": torch.TypedStorage,
-    "torch.optim.Optimizer": torch.optim.Optimizer, "torch.nn.utils.rnn.PackedSequence": PackedSequence,
-    "torch.jit.RecursiveScriptModule": torch.jit.RecursiveScriptModule,
-    "torch.amp.GradScaler": torch.amp.GradScaler, "torch.autocast": torch.autocast,
-    "torch.nn.parallel.DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
-    "torch.distributed.DeviceMesh": torch.distributed.device_mesh.DeviceMesh,
-    "torch.utils.data.DataLoader": torch.utils.data.DataLoader,
-    "torch.Generator": torch.Generator, "torch.device": torch.device, "torch.Size": torch.Size,
-}
+CLASSES = {name: pkgutil.resolve_name(name) for name in '''
+    torch.Tensor torch.nn.Parameter torch.nn.Module torch.UntypedStorage torch.TypedStorage torch.optim.Optimizer
+    torch.nn.utils.rnn.PackedSequence torch.jit.RecursiveScriptModule torch.amp.GradScaler torch.autocast
+    torch.nn.parallel.DistributedDataParallel torch.distributed.DeviceMesh torch.utils.data.DataLoader
+    torch.Generator torch.device torch.Size
+'''.split()}
 
 def snapshot():
     found = {}

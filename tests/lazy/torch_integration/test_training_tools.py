@@ -31,16 +31,19 @@ def network() -> nn.Sequential:
     return model
 
 
-def batch(where: str) -> torch.Tensor:
+def inputs(where: str) -> torch.Tensor:
     return torch.linspace(-1, 1, 12).view(4, 3).to(where)
 
 
-def steps(model: nn.Module, where: str, count: int, after: Callable[[], Any] = lambda: None) -> list[torch.Tensor]:
+def steps(
+    model: nn.Module, where: str, count: int, after: Callable[[], Any] = lambda: None, batch: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    x = inputs(where) if batch is None else batch
     losses = []
     for _ in range(count):
         optimizer.zero_grad()
-        loss = model(batch(where)).pow(2).sum()
+        loss = model(x).pow(2).sum()
         loss.backward()
         optimizer.step()
         after()
@@ -54,7 +57,7 @@ def clipped_gradients(where: str) -> Any:
     norms = []
     for kind, foreach in ((2.0, None), (2.0, False), (float("inf"), True), (1.0, None)):
         model.zero_grad()
-        model(batch(where)).pow(2).sum().backward()
+        model(inputs(where)).pow(2).sum().backward()
         norms.append(get_total_norm([p.grad for p in model.parameters()], kind))
         norms.append(clip_grad_norm_(model.parameters(), 0.5, kind, foreach=foreach))
         norms.append(model[0].weight.grad.clone())
@@ -81,40 +84,26 @@ def stochastic_weight_averaging(where: str) -> Any:
     schedule = swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
     for _ in range(3):
         optimizer.zero_grad()
-        model(batch(where)).pow(2).sum().backward()
+        model(inputs(where)).pow(2).sum().backward()
         optimizer.step()
         average.update_parameters(model)
         schedule.step()
-    swa_utils.update_bn([batch("cpu"), 2 * batch("cpu")], average, device=torch.device(where))
+    swa_utils.update_bn([inputs("cpu"), 2 * inputs("cpu")], average, device=torch.device(where))
     return list(average.parameters()), average.module[1].running_mean, average.module[1].running_var
-
-
-def _tied(where: str) -> nn.Module:
-    generator = torch.Generator().manual_seed(1)
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(7, 3)
-            self.head = nn.Linear(3, 7, bias=False)
-            self.table.weight.data = torch.randn(7, 3, generator=generator)
-            self.head.weight = self.table.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(torch.tanh(self.table(torch.tensor([0, 3, 6, 3], device=x.device))))
-
-    return Tied().to(where)
 
 
 @program
 def tied_weights(where: str) -> Any:
-    model = _tied(where)
-    assert model.head.weight is model.table.weight
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 7, bias=False))
+    model[0].weight.data = torch.linspace(-1, 1, 21).view(7, 3)
+    model[2].weight = model[0].weight
+    model.to(where)
     twin = copy.deepcopy(model)
-    assert twin.head.weight is twin.table.weight
-    losses = steps(model, where, 3)
+    for each in (model, twin):
+        assert each[0].weight is each[2].weight
+    losses = steps(model, where, 3, batch=torch.tensor([0, 3, 6, 3], device=where))
     twin.load_state_dict(model.state_dict())
-    return losses, list(model.parameters()), twin.head.weight, len(list(model.parameters()))
+    return losses, list(model.parameters()), twin[2].weight, len(list(model.parameters()))
 
 
 @program
@@ -139,8 +128,8 @@ def an_ensemble(where: str) -> Any:
     def loss(parameters: Any, buffers: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(models[0], (parameters, buffers), (x,)).pow(2).sum()
 
-    values = torch.func.vmap(loss, in_dims=(0, 0, None))(parameters, buffers, batch(where))
-    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(0, 0, None))(parameters, buffers, batch(where))
+    values = torch.func.vmap(loss, in_dims=(0, 0, None))(parameters, buffers, inputs(where))
+    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(0, 0, None))(parameters, buffers, inputs(where))
     return values, gradients
 
 
@@ -153,7 +142,7 @@ def test_same_as_the_cpu(device: torch.device, name: str) -> None:
 
 def test_clipping_does_not_wait(device: torch.device) -> None:
     model = network().to(device)
-    model(batch("jax")).pow(2).sum().backward()
+    model(inputs("jax")).pow(2).sum().backward()
     with counted() as counts:
         clip_grad_norm_(model.parameters(), 0.5)
     assert (counts.executions, counts.host_syncs) == (0, 0)
