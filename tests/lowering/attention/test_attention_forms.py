@@ -103,13 +103,6 @@ def agree(got: dict[str, Any], want: dict[str, np.ndarray], tolerances: tuple[fl
 TOLERANCES = {jnp.float64: (1e-13, 1e-13), jnp.float32: (2e-6, 2e-6), jnp.bfloat16: (8e-3, 2e-6)}
 """dtype -> tolerance of results in that dtype, and of logsumexp; half an ulp of bfloat16 is 2e-3 to 4e-3."""
 
-SHAPES = {  # batch, heads, key heads, rows, columns, features, features of the result
-    "whole blocks": (1, 2, 2, 64, 48, 8, 8),
-    "a part of a block": (2, 2, 2, 53, 40, 8, 5),
-    "shared keys": (1, 4, 2, 50, 70, 8, 8),
-    "one key head, few columns": (1, 3, 1, 40, 9, 16, 4),
-    "less than a block": (1, 2, 2, 7, 90, 8, 8),
-}
 BIASES: dict[str, Any] = {
     "none": lambda *shape: None,
     "mask": lambda b, h, r, c: np.arange(r)[:, None] % 5 != np.arange(c) % 7,
@@ -117,6 +110,16 @@ BIASES: dict[str, Any] = {
     "for each column": lambda b, h, r, c: RNG.uniform(-1, 1, (b, 1, 1, c)),
     "matrix": lambda b, h, r, c: RNG.uniform(-1, 1, (r, c)),
 }
+
+
+def case(dtype: Any, shape: tuple[int, ...], bias: str = "none", **options: Any) -> tuple[Attention, Any, Any]:
+    """A call, the gradient of its output, and the results of both passes in float64."""
+    query, key, value, grad = made(dtype, *shape)
+    added = BIASES[bias](*(shape[index] for index in (0, 1, 3, 4)))
+    low = None if added is None else jnp.asarray(added, bool if added.dtype == bool else dtype)
+    call = Attention(query=query, key=key, value=value, bias=low, **options)
+    want = exact((query, key, value, grad), None if low is None else np.asarray(low), call.causal, call.given_scale)
+    return call, grad, want
 
 
 @pytest.fixture(autouse=True)
@@ -128,35 +131,29 @@ def wide_numbers():
 @pytest.mark.parametrize("form", [blocked, full_matrix])
 @pytest.mark.parametrize(
     ("shape", "bias"),
-    [
-        ("whole blocks", "none"),
-        ("a part of a block", "matrix"),
-        ("shared keys", "a row sees nothing"),
-        ("one key head, few columns", "for each column"),
-        ("less than a block", "mask"),
+    [  # batch, heads, key heads, rows, columns, features, features of the result
+        ((1, 2, 2, 64, 48, 8, 8), "none"),  # whole blocks
+        ((2, 2, 2, 53, 40, 8, 5), "matrix"),  # a part of a block
+        ((1, 4, 2, 50, 70, 8, 8), "a row sees nothing"),
+        ((1, 3, 1, 40, 9, 16, 4), "for each column"),
+        ((1, 2, 2, 7, 90, 8, 8), "mask"),  # less than a block
     ],
 )
 def test_forward_and_backward(shape, bias, form, monkeypatch):
     monkeypatch.setattr(blocked, "BLOCK", 8)
-    batch, heads, _, rows, columns, *_ = SHAPES[shape]
-    added = BIASES[bias](batch, heads, rows, columns)
     for dtype, causal in ((jnp.float64, form is full_matrix), (jnp.bfloat16, form is blocked)):
-        query, key, value, grad = made(dtype, *SHAPES[shape])
-        low = None if added is None else jnp.asarray(added, bool if added.dtype == bool else dtype)
-        call = Attention(query=query, key=key, value=value, bias=low, causal=causal, given_scale=0.4, platform="cpu")
-        want = exact((query, key, value, grad), None if low is None else np.asarray(low), causal, 0.4)
+        call, grad, want = case(dtype, shape, bias, causal=causal, given_scale=0.4, platform="cpu")
         agree(computed(form, call, grad), want, TOLERANCES[dtype])
 
 
 def test_a_permuted_operand_is_the_same_operand(monkeypatch):
     monkeypatch.setattr(blocked, "BLOCK", 8)
-    query, key, value, grad = made(jnp.float64, 2, 2, 2, 20, 20, 8, 8)
+    call, grad, want = case(jnp.float64, (2, 2, 2, 20, 20, 8, 8), causal=True, platform="cpu")
     order = (0, 2, 1, 3)
-    turned = [Permuted(x.transpose(order), order) for x in (query, key, value, grad)]
-    want = exact((query, key, value, grad), None, True, None)
+    *operands, turned = (Permuted(x.transpose(order), order) for x in (call.query, call.key, call.value, grad))
+    call = dataclasses.replace(call, **dict(zip(("query", "key", "value"), operands, strict=True)))
     for form, platform in ((blocked, "gpu"), (full_matrix, "tpu")):
-        call = Attention(query=turned[0], key=turned[1], value=turned[2], causal=True, platform=platform)
-        agree(computed(form, call, turned[3]), want, TOLERANCES[jnp.float64])
+        agree(computed(form, dataclasses.replace(call, platform=platform), turned), want, TOLERANCES[jnp.float64])
 
 
 @pytest.mark.parametrize("form", [blocked, full_matrix])
@@ -220,10 +217,8 @@ def interpreted(monkeypatch):
 )
 def test_the_kernels_for_tpus(dtype, shape, causal, scale, interpreted, monkeypatch):
     monkeypatch.setattr(splash, "_TILE_EDGES", (128,))
-    query, key, value, grad = made(dtype, *shape)
-    call = Attention(query=query, key=key, value=value, causal=causal, given_scale=scale, platform="tpu")
+    call, grad, want = case(dtype, shape, causal=causal, given_scale=scale, platform="tpu")
     assert splash.supports(call) is None
-    want = exact((query, key, value, grad), None, causal, scale)
     agree(computed(splash, call, grad), want, TOLERANCES[dtype])
 
 
@@ -271,15 +266,11 @@ def written_out(monkeypatch):
     ],
 )
 def test_cudnn_forward_and_backward(shape, bias, causal, written_out):
-    query, key, value, grad = made(jnp.bfloat16, *shape)
-    added = BIASES[bias](shape[0], *(shape[index] for index in (1, 3, 4)))
-    low = None if added is None else jnp.asarray(added, bool if added.dtype == bool else jnp.bfloat16)
-    call = Attention(query=query, key=key, value=value, bias=low, causal=causal, given_scale=0.4, platform="gpu")
-    if low is not None and low.dtype != bool and not cudnn._skips_gradient():  # from JAX 0.11 on
+    call, grad, want = case(jnp.bfloat16, shape, bias, causal=causal, given_scale=0.4, platform="gpu")
+    if bias == "for each column" and not cudnn._skips_gradient():  # from JAX 0.11 on
         assert cudnn.supports(call) == "this JAX would compute the bias's gradient, too"
         return
     assert cudnn.supports(call) is None
-    want = exact((query, key, value, grad), None if low is None else np.asarray(low), causal, 0.4)
     if bias == "a row sees nothing":
         del want["logsumexp"]  # of such a row it is cuDNN's large negative number
     agree(computed(cudnn, call, grad), want, TOLERANCES[jnp.bfloat16])
@@ -405,7 +396,7 @@ def test_the_form_of_a_call(changes, name):
     assert sdpa.form_of(example(**changes)).name == name
 
 
-def test_the_choice_says_what_each_form_before_it_objected_to():
+def test_the_choice_says_what_each_form_objected_to_and_takes():
     sdpa.form_of(example(platform="gpu", width_of_value=32, causal=False))
     choice = forms.chosen("scaled_dot_product_attention")[-1]
     assert choice.call == "1 x 8 heads, 1024 rows, 1024 columns, 64 features, bfloat16"
@@ -414,9 +405,6 @@ def test_the_choice_says_what_each_form_before_it_objected_to():
         "cudnn": "the result has other features than the query",
         "blocked": "fewer than 1024 rows, or a score matrix of less than 1024 MiB",
     }
-
-
-def test_the_choice_has_the_memory_of_each_form_for_the_platform():
     sdpa.form_of(example(platform="gpu", causal=False))
     choice = forms.chosen("scaled_dot_product_attention")[-1]
     assert choice.form == "cudnn"
