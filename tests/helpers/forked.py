@@ -86,8 +86,9 @@ else:
         if not isinstance(status, int | None):
             print(status, file=sys.stderr)
             status = 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()  # which a program's end may ask for
+        sys.excepthook(type(error), error, error.__traceback__)
         status = 1
     threading._shutdown()
     atexit._run_exitfuncs()
