@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from pathlib import Path
@@ -31,8 +32,9 @@ class Processor(NamedTuple):
         return "avx512_bf16" in self.flags or "amx_bf16" in self.flags
 
 
+@functools.cache
 def processor() -> Processor:
-    """The CPU of this machine."""
+    """The CPU of this machine, read once."""
     name, flags = platform.processor() or platform.machine(), set[str]()
     file = Path("/proc/cpuinfo")
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():

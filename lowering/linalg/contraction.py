@@ -19,7 +19,6 @@ TPU would otherwise round the operands to bfloat16 and GPU to TF32.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, TypeAlias
 
 import jax
@@ -69,7 +68,8 @@ def contract(
     right, right_contracting, right_batch = base(right, contracting[1], batch[1])
     half = is_half(left.dtype)
     if half and platform == "cpu" and left.ndim == right.ndim == len(left_batch) + 2:
-        if left.dtype == jnp.bfloat16 and left_contracting == (left.ndim - 1,) and not _multiplies_bfloat16():
+        rows = left_contracting == (left.ndim - 1,)
+        if left.dtype == jnp.bfloat16 and rows and not hardware.processor().multiplies_bfloat16:
             left, right = up(left), up(right)
         else:
             left, left_contracting = _contracted_last(left, left_contracting[0], left_batch)
@@ -80,11 +80,6 @@ def contract(
         precision=precision(left.dtype),
         preferred_element_type=jnp.float32 if half and (wide or platform == "cpu") else None,
     )
-
-
-@functools.cache
-def _multiplies_bfloat16() -> bool:
-    return hardware.processor().multiplies_bfloat16
 
 
 def base(operand: Operand, contracting: Axes, batch: Axes) -> tuple[jax.Array, Axes, Axes]:

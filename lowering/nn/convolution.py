@@ -30,7 +30,7 @@ from xla_amp.lowering.nn.convolution_taps import Geometry
 from xla_amp.lowering.operand import up
 from xla_amp.lowering.registry import register
 
-_MIN_DOT_CHANNELS = 128
+MIN_DOT_CHANNELS = 128
 """Channels from which one bfloat16 dot per tap is faster than XLA:CPU's float32 convolution."""
 _MAX_POINTWISE_ROWS = 1024
 """Elements of a channel up to which a pointwise bfloat16 convolution is faster with channels last."""
@@ -141,8 +141,8 @@ def _channels_last(call: Convolution) -> str | None:
         return "not bfloat16, or several groups"
     if not _has_many_taps(call):
         return f"over {_MAX_POINTWISE_ROWS} elements a channel" if call.rows > _MAX_POINTWISE_ROWS else None
-    narrow = min(call.weight_shape[:2]) < _MIN_DOT_CHANNELS
-    return f"fewer than {_MIN_DOT_CHANNELS} channels or filters" if narrow else None
+    narrow = min(call.weight_shape[:2]) < MIN_DOT_CHANNELS
+    return f"fewer than {MIN_DOT_CHANNELS} channels or filters" if narrow else None
 
 
 FORMS: Final = (

@@ -20,7 +20,7 @@ from xla_amp.lowering.nn.axis_map import AxisMap, adaptive_windows, apply_maps, 
 from xla_amp.lowering.operand import as_dtype, opmath, up
 from xla_amp.lowering.registry import register
 
-_MAX_SUMMED_TAPS = 64
+MAX_SUMMED_TAPS = 64
 """Taps of a window up to which the gradient of max pooling is a sum over taps; beyond, it is a scatter."""
 _MAX_FUSED_TAPS = 16
 """Taps of a window up to which XLA:GPU finds the maximum and its position in one elementwise kernel."""
@@ -192,7 +192,7 @@ def max_pool_backward(
     kernel = [axis_map.index.shape[1] for axis_map in maps]
     if platform == "tpu" and x.size and set(dilation) == {1}:
         return _select_and_scatter(grad, x, maps)
-    if math.prod(kernel) > _MAX_SUMMED_TAPS:
+    if math.prod(kernel) > MAX_SUMMED_TAPS:
         return scatter_to_input(grad, x, indices, rank)
     grad = up(grad)
     total = jnp.zeros(x.shape, grad.dtype)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from harness import lowering_of, sample, to_array
 
+from xla_amp import hardware
 from xla_amp.lowering.attention import sdpa  # noqa: F401  (fills the table)
-from xla_amp.lowering.linalg import contraction
 
 FORWARD = "_scaled_dot_product_fused_attention_overrideable"
 B, H, L, S, D = 2, 4, 6, 7, 8
@@ -37,7 +37,8 @@ def both_passes(dtype: torch.dtype) -> jax.stages.Lowered:
 def test_a_bf16_product_widens_its_operands_only_for_a_cpu_without_units(
     has_units: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(contraction, "_multiplies_bfloat16", lambda: has_units)
+    flags = frozenset({"avx512_bf16"} if has_units else ())
+    monkeypatch.setattr(hardware, "processor", lambda: hardware.Processor("a CPU", 2, flags))
     products = [line for line in both_passes(torch.bfloat16).as_text().splitlines() if "dot_general" in line]
     assert len(products) == 7  # two forward, five backward; one of those recomputes a forward product
     low = [line.rsplit(" : ", 1)[1].count("bf16") for line in products]

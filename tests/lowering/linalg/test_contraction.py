@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness import check, sample, together
 
+from xla_amp import hardware
 from xla_amp.lowering import Permuted
 from xla_amp.lowering.linalg import contraction
 
@@ -118,7 +119,8 @@ def test_forms() -> None:
 def test_bfloat16_operands_are_widened_for_a_cpu_without_units(
     has_units: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contraction, "_multiplies_bfloat16", lambda: has_units)
+    flags = frozenset({"avx512_bf16"} if has_units else ())
+    monkeypatch.setattr(hardware, "processor", lambda: hardware.Processor("a CPU", 2, flags))
     x, y = (jax.random.normal(jax.random.key(seed), (64, 64), jnp.bfloat16) for seed in range(2))
     exact = np.asarray(x, float) @ np.asarray(y, float)
     for right in (y, Permuted(y.T, (1, 0))):

@@ -117,7 +117,7 @@ def test_each_form_computes_the_same(monkeypatch: pytest.MonkeyPatch, name: str,
 
 
 def test_channels_last_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolution, "_MIN_DOT_CHANNELS", 4)
+    monkeypatch.setattr(convolution, "MIN_DOT_CHANNELS", 4)
     x, weight, bias, geometry = Case(channels=8, filters=8).arguments(BF16)
     check("convolution", x, weight, bias, *geometry, wide=True, rtol=2**-8, atol=1e-6)
     finish()

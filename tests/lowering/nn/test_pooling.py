@@ -87,7 +87,7 @@ def test_many_gradients_for_one_place_are_not_added_in_a_half(kernel: int, dtype
 
 @pytest.mark.parametrize("taps", [0, 64], ids=["scatter", "taps"])
 def test_max_pool_gradient_forms(monkeypatch: pytest.MonkeyPatch, taps: int) -> None:
-    monkeypatch.setattr(pooling, "_MAX_SUMMED_TAPS", taps)
+    monkeypatch.setattr(pooling, "MAX_SUMMED_TAPS", taps)
     x, window = with_ties(1, 2, 7, 6, dtype=F64), ([3, 3], [1, 2], [1, 1], [1, 1], False)
     y, indices = aten.max_pool2d_with_indices(x, *window)
     check("max_pool2d_with_indices_backward", sample(*y.shape, dtype=F64), x, *window, indices)

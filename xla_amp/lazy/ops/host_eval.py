@@ -28,9 +28,9 @@ from xla_amp.lazy.programs.compile import Key, build
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io
 
-_MOST_OPERATIONS = 64
+MOST_OPERATIONS = 64
 """Longer computations run on the device."""
-_MOST_ELEMENTS = 1 << 22
+MOST_ELEMENTS = 1 << 22
 """So do those with larger intermediate values."""
 
 _FAR = 256
@@ -126,7 +126,7 @@ def _needed(number: int) -> list[_HostNode] | None:
             todo.extend(i for i in on_host.inputs if i >= 0)
     chosen = [needed[first] for first in sorted(needed)]
     elements = sum(out.size for node in chosen for out in node.instruction.outs if out is not None)
-    return chosen if len(chosen) <= _MOST_OPERATIONS and elements <= _MOST_ELEMENTS else None
+    return chosen if len(chosen) <= MOST_OPERATIONS and elements <= MOST_ELEMENTS else None
 
 
 def _by_numpy(chosen: list[_HostNode]) -> np.ndarray | None:
