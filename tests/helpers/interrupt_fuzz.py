@@ -99,6 +99,7 @@ class Training:
     def go_on(self) -> None:
         """After an interrupt: what it may leave half done on every device."""
         torch.set_grad_enabled(True)
+        close_regions()
         self.model.train()
         self.optimizer.zero_grad()
         if self.scaler.is_enabled():
@@ -127,10 +128,22 @@ def _same(expected: torch.Tensor, value: torch.Tensor) -> bool:
     return torch.equal(expected, value.cpu())
 
 
+def close_regions() -> None:
+    """Closes regions of autocast that an interrupt has left open, as it does where ``__exit__`` begins.
+
+    Weights that such a region has cast stay cast in every later one of this process.
+    """
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > 0:
+        pass
+    torch.clear_autocast_cache()
+
+
 def settle() -> None:
     """Lets an interrupt arrive that waits until code of torch has ended."""
     with contextlib.suppress(Interrupted):
         time.sleep(0.05)
+    close_regions()
 
 
 def train(phase: str, interrupts: int, seed: int) -> tuple[int, int, collections.Counter[str], float]:
