@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import zoo
 from contractions import contractions_of
 from zoo_training import STEPS, Run, difference, train
