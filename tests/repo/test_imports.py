@@ -140,7 +140,7 @@ def test_jax_and_stablehlo_run_without_torch(tmp_path, monkeypatch):
     for line in ("convert in.mlir -o out.mlir", "inspect out.mlir", "compare in.mlir out.mlir", "policy show tpu"):
         assert cli.main(line.split()) == 0, line
 
-    # What needs torch says so and is not listed; the rest is.
+    # A name that needs torch raises an error that says so, and is not listed. The other names are listed.
     exec("from xla_amp import *; from xla_amp.jax import *; assert autocast is xla_amp.jax.autocast")
     for module in (xla_amp, xla_amp.jax, xla_amp.integrations):
         assert pydoc.render_doc(module)
