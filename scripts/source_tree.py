@@ -21,7 +21,7 @@ ENTRIES = frozenset({"autoload", "checkpoint", "device", "metrics", "syncfree", 
 # A module belongs to the layer of its longest matching prefix, and imports its own folder and the layers below.
 # The root module is last because users enter there: it names everything, and no module inside imports it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("xla_amp.errors", "xla_amp.common.files", "xla_amp.common.renamed", "xla_amp.common.types"),
+    ("xla_amp.errors", "xla_amp.common.files", "xla_amp.common.public_names", "xla_amp.common.types"),
     ("xla_amp.common", "xla_amp.hardware"),
     ("xla_amp.policy",),
     ("xla_amp.lowering",),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from xla_amp.common import renamed as _renamed
+from xla_amp.common import public_names as _names
 
 if TYPE_CHECKING:
     # What type checkers and IDEs read. `_PUBLIC` and `_MODULES` load the same names at run time, on first use.
@@ -103,20 +103,24 @@ _MODULES = {
 _WITHOUT_TORCH = ("errors", "explain", "integrations", "jax", "lowering", "policy", "stablehlo")
 """Public names that need no PyTorch."""
 
+_ALSO_FOR_JAX = ("autocast", "find_overflow", "monitor", "search")
+"""Public names that `xla_amp.jax` has, too."""
+
 __all__ = ["__version__", *sorted((*_PUBLIC, *_MODULES))]
-__all__ = _renamed.importable(__all__, (_PUBLIC | _MODULES).keys() - _WITHOUT_TORCH)
+__all__ = _names.importable(__all__, (_PUBLIC | _MODULES).keys() - _WITHOUT_TORCH)
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 
     def __getattr__(name: str) -> object:
         if name not in _PUBLIC and name not in _MODULES:
-            raise _renamed.missing(__name__, name, __all__)
+            raise _names.missing(__name__, name, __all__)
         try:
             module = importlib.import_module(_PUBLIC.get(name) or _MODULES[name])
         except ImportError as error:
             from xla_amp.errors import torch_missing
 
-            raise torch_missing(f"xla_amp.{name}", error) from error
+            jax_name = f"xla_amp.jax.{name}" if name in _ALSO_FOR_JAX else None
+            raise torch_missing(f"xla_amp.{name}", error, jax_name) from error
         value: object = getattr(module, name) if name in _PUBLIC else module
         globals()[name] = value
         return value

@@ -120,11 +120,18 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         raise FileError(f"writing {os.fspath(path)}: {error.strerror}") from error
 
 
-def torch_missing(name: str, error: ImportError) -> ImportError:
-    """The error for a public name that needs PyTorch, where `error` says that it is missing; `error` otherwise."""
+def torch_missing(name: str, error: ImportError, jax_name: str | None = None) -> ImportError:
+    """The error for a public name that needs PyTorch, where `error` says that it is missing; `error` otherwise.
+
+    Args:
+        name: the full name.
+        error: what importing it raised.
+        jax_name: the full name of what does the same for JAX.
+    """
     if (error.name or "").partition(".")[0] != "torch":
         return error
-    return MissingLibraryError(f"{name} needs PyTorch, which is not installed: pip install 'xla-amp[torch]'")
+    instead = f"; for a function of JAX write {jax_name}" if jax_name else ""
+    return MissingLibraryError(f"{name} needs PyTorch, which is not installed: pip install 'xla-amp[torch]'{instead}")
 
 
 class FileError(XlaAmpError, OSError):

@@ -152,7 +152,10 @@ def test_jax_and_stablehlo_run_without_torch(tmp_path, monkeypatch):
                 getattr(module, name)
             except ImportError as error:
                 full = f"{{module.__name__}}.{{name}}"
-                assert str(error) == f"{{full}} needs PyTorch, which is not installed: pip install 'xla-amp[torch]'"
+                both = module is xla_amp and name in xla_amp.jax.__all__
+                instead = f"; for a function of JAX write xla_amp.jax.{{name}}" if both else ""
+                needs = f"{{full}} needs PyTorch, which is not installed: pip install 'xla-amp[torch]'"
+                assert str(error) == needs + instead
                 print("needs", full)
     assert all(hasattr(xla_amp.stablehlo, name) for name in xla_amp.stablehlo.__all__)
     assert not [name for name in sys.modules if name.partition(".")[0] == "torch"]

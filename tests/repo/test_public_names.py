@@ -18,7 +18,6 @@ import xla_amp
 import xla_amp.jax
 import xla_amp.policy
 import xla_amp.stablehlo
-from xla_amp.common.renamed import table
 
 PACKAGES = (xla_amp, xla_amp.jax, xla_amp.stablehlo)
 
@@ -100,27 +99,3 @@ def test_the_names_of_policies():
     imported = {node.asname for node in ast.walk(parsed(xla_amp.policy)) if isinstance(node, ast.alias)}
     assert sorted(each for each in imported if each and not each.startswith("_")) == xla_amp.policy.__all__
     assert all(inspect.getdoc(getattr(xla_amp.policy, name)) for name in xla_amp.policy.__all__)
-
-
-EARLIER = [
-    pytest.param(old, new, marks=[pytest.mark.full] if ".lightning." in old else []) for old, new in table().items()
-]
-
-
-@pytest.mark.parametrize(("old", "new"), EARLIER)
-def test_a_name_of_an_earlier_release_tells_the_new_one(old: str, new: str):
-    package, _, name = old.rpartition(".")
-    for program in (f"from {package} import {name}", f"import {package}\n{old}"):
-        with pytest.raises(ImportError) as error:
-            exec(program)
-        assert str(error.value) == f"{old} -> {new}"
-    if " " not in new:
-        module, _, name = new.rpartition(".")
-        assert getattr(importlib.import_module(module), name).__name__ == name
-
-
-def test_the_guide_lists_the_earlier_names():
-    page = ROOT / "docs" / "lists" / "names.md"
-    _, _, section = page.read_text().partition("\n## Earlier names of xla_amp\n")
-    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
-    assert [(old.strip("`"), new.strip("`")) for old, new in rows] == list(table().items())

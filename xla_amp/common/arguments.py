@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Iterable, Mapping
 
 PATH = (str, os.PathLike)
 _SHORT = (str, int, float, list, tuple, dict, type(None))
@@ -38,22 +37,6 @@ def require_function(call: str, value: object, expected: str = "a function") -> 
     """
     if not callable(value):
         raise TypeError(f"{call}: expected {expected}, got {_shown(value)}")
-
-
-def refuse(call: str, given: Iterable[str], left: Mapping[str, str]) -> None:
-    """Refuses keyword arguments that a function does not have.
-
-    Args:
-        call: the function: ``"monitor"``.
-        given: names of the arguments.
-        left: argument of an earlier version -> why it is not needed.
-
-    Raises:
-        TypeError: there is one.
-    """
-    for name in given:
-        why = f"leave it out: {left[name]}" if name in left else "there is no such argument"
-        raise TypeError(f"{call}({name}=...): {why}")
 
 
 def _shown(value: object) -> str:

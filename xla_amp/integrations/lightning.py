@@ -45,7 +45,6 @@ except ImportError as error:
     ) from error
 
 from xla_amp.backends import base, devices
-from xla_amp.common import renamed
 from xla_amp.errors import DeviceError
 from xla_amp.integrations import patches
 from xla_amp.integrations.patches import Patch
@@ -387,10 +386,6 @@ PATCHES = (
     Patch(f"{_TRAINER}.logger_connector.logger_connector", "_LoggerConnector", "progress_bar_metrics", _read_when_shown,
           "Without it a bar shows the tensors that the row above leaves on the device."),
 )  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    raise renamed.missing(__name__, name, (XLAStrategy.__name__, XLAMixedPrecision.__name__))
 
 
 for _accelerators in (AcceleratorRegistry, ACCELERATOR_REGISTRY):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from xla_amp.common import renamed as _renamed
+from xla_amp.common import public_names as _names
 
 if TYPE_CHECKING:
     # What type checkers and IDEs read. `_PUBLIC` loads the same names at run time, on first use.
@@ -49,13 +49,13 @@ _PUBLIC = {
 
 _NEEDS_TORCH = ("from_jax", "from_torch", "functional", "to_jax", "torch_function")
 
-__all__ = _renamed.importable(sorted(_PUBLIC), _NEEDS_TORCH)
+__all__ = _names.importable(sorted(_PUBLIC), _NEEDS_TORCH)
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 
     def __getattr__(name: str) -> object:
         if name not in _PUBLIC:
-            raise _renamed.missing(__name__, name, __all__)
+            raise _names.missing(__name__, name, __all__)
         try:
             module = importlib.import_module(_PUBLIC[name])
         except ImportError as error:

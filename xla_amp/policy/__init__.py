@@ -6,7 +6,7 @@ operation.  Rules are data (``tables/*.toml``); docs/policy.md shows the format.
 
 from typing import TYPE_CHECKING
 
-from xla_amp.common import renamed as _renamed
+from xla_amp.common import public_names as _names
 from xla_amp.policy.load import BUILTIN as BUILTIN
 from xla_amp.policy.load import DEFAULT as DEFAULT
 from xla_amp.policy.load import PolicyLike as PolicyLike
@@ -40,4 +40,4 @@ __all__ = [
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 
     def __getattr__(name: str) -> object:
-        raise _renamed.missing(__name__, name, __all__)
+        raise _names.missing(__name__, name, __all__)

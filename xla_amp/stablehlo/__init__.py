@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from xla_amp.common import renamed as _renamed
+from xla_amp.common import public_names as _names
 
 if TYPE_CHECKING:
     # What type checkers and IDEs read. `_PUBLIC` loads the same names at run time, on first use.
@@ -41,7 +41,7 @@ if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept
 
     def __getattr__(name: str) -> object:
         if name not in _PUBLIC:
-            raise _renamed.missing(__name__, name, __all__)
+            raise _names.missing(__name__, name, __all__)
         value = getattr(importlib.import_module(_PUBLIC[name]), name)
         globals()[name] = value
         return value

@@ -17,7 +17,7 @@ from xla_amp.common.tables import Table
 from xla_amp.errors import FileError, MissingLibraryError
 from xla_amp.tools.explain import operations, paths
 from xla_amp.tools.explain.operations import Operation
-from xla_amp.tools.explain.page import Page, Report, Section, curve
+from xla_amp.tools.explain.page import Page, Section, curve
 
 EVIL = "</details><script>alert(1)</script><b>&amp;\u2028'\""
 LONG = "/very/long" * 9 + "/model.py:7"
@@ -95,19 +95,6 @@ def test_every_text_is_escaped():
     read = pages.read(page.html())
     assert "b" not in [tag for tag, _ in read.elements]
     assert evil._repr_html_().count("<") == 2 * 5
-
-
-def test_a_method_of_an_earlier_release_tells_the_new_one():
-    class Empty(Report):
-        def page(self):
-            return Page(title="Nothing", sections=[])
-
-    with pytest.raises(AttributeError, match=r"^report\.document: write report\.page"):
-        Empty().document()
-    with pytest.raises(AttributeError, match=r"^report\.forms: write xla_amp\.lowering\.forms\.chosen"):
-        Empty().forms()
-    with pytest.raises(AttributeError, match=r"^report\.other: there is no such attribute"):
-        Empty().other()
 
 
 def test_a_page_needs_jinja2_and_a_folder(monkeypatch, tmp_path):

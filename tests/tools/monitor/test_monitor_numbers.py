@@ -338,22 +338,10 @@ def test_sinks_get_each_step_in_order():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"history": 9}, r"monitor\(history=\.\.\.\): leave it out: a history has the last 1,000 records"),
-        ({"layers": "head"}, r"monitor\(layers=\.\.\.\): leave it out: each layer is recorded"),
         ({"optimizer": None}, "expected a torch.optim.Optimizer, got None"),
-        ({"sample": 50}, r"monitor\(sample=\.\.\.\): leave it out: every step has all numbers"),
-        ({"save_state": True}, "with directory= the state before the first bad step is kept"),
-        ({"kind": "weight"}, r"monitor\(kind=\.\.\.\): there is no such argument"),
     ],
 )
 def test_wrong_arguments_are_named(plain, wrong, said):
     model, optimizer, _ = plain
     with pytest.raises(TypeError, match=said):
         xla_amp.monitor(**{"model": model, "optimizer": optimizer, **wrong})
-
-
-def test_methods_that_have_left_say_what_to_type(plain):
-    left = {"table": r"print\(monitor\.history\)", "to_html": r"monitor\.history\.to_html", "x": "no such"}
-    for name, said in left.items():
-        with pytest.raises(AttributeError, match=f"monitor.{name}: .*{said}"):
-            getattr(plain[2], name)

@@ -165,9 +165,3 @@ def test_a_step_that_calls_backward_is_refused():
 
     with pytest.raises(SearchError, match=r"calls backward\(\): return the loss"):
         xla_amp.search(step, [torch.ones(1, 2)] * 3, budget=0.1)
-
-
-@pytest.mark.parametrize(("name", "why"), [("target", "knows no machine"), ("journal", "measures each candidate once")])
-def test_arguments_of_the_release_before_say_why_they_have_left(name, why):
-    with pytest.raises(TypeError, match=rf"search\({name}=...\): leave it out: .*{why}"):
-        xla_amp.search(lambda x: x, [], budget=0.1, **{name: "v6e"})

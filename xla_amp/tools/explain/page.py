@@ -16,9 +16,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
-from xla_amp.common import renamed
 from xla_amp.common.tables import Table, terminal_width
 from xla_amp.errors import MissingLibraryError, printable, writing
 
@@ -121,9 +120,6 @@ class Report(abc.ABC):
     def __str__(self) -> str:
         """The page as text."""
         return self.page().text()
-
-    def __getattr__(self, name: str) -> Any:
-        raise renamed.attribute("report", name)
 
     def _repr_html_(self) -> str:
         """The page in an element ``iframe``, for notebooks; without jinja2 its text."""

@@ -11,16 +11,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from xla_amp.common import arguments, events, renamed
+from xla_amp.common import events
 from xla_amp.tools.monitor.history import History, StepRecord
 
 
 class HostMonitor(abc.ABC):
-    """The steps of a run that are known, and its first bad one; fronts document the arguments.
-
-    Raises:
-        TypeError: there is an argument of earlier versions.
-    """
+    """The steps of a run that are known, and its first bad one; fronts document the arguments."""
 
     find: ClassVar[str]
     """How users call the front's `find_overflow`; ``{}`` is the argument for the kept step."""
@@ -29,9 +25,7 @@ class HostMonitor(abc.ABC):
         self,
         directory: str | os.PathLike[str] | None,
         sinks: Iterable[Callable[[StepRecord], object]],
-        gone: Iterable[str],
     ) -> None:
-        arguments.refuse("monitor", gone, renamed.table("monitor(...)"))
         self.kept: Path | None = None
         """The folder of the first bad step, once it is kept."""
         self._directory = None if directory is None else Path(directory)
@@ -54,9 +48,6 @@ class HostMonitor(abc.ABC):
         """Waits for everything recorded so far, and returns the history."""
         self._collect(wait=True)
         return self.history
-
-    def __getattr__(self, name: str) -> Any:
-        raise renamed.attribute("monitor", name)
 
     @property
     def _keeps(self) -> bool:

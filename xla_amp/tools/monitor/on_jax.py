@@ -95,10 +95,8 @@ class Monitor(HostMonitor):
         directory: gets the first bad step for ``find_overflow(step, *arguments, kept=...)``.  Until one is kept,
             `record` waits for its step.  Needs Orbax.
         sinks: functions that are called with each `StepRecord`, in order.
-        *step, **gone: arguments of earlier versions, which are errors.
 
     Raises:
-        TypeError: an argument is one of earlier versions.
         MissingLibraryError: there is a directory, and Orbax is not installed.
 
     Example:
@@ -113,12 +111,11 @@ class Monitor(HostMonitor):
 
     def __init__(
         self,
-        *step: Any,
+        *,
         directory: str | os.PathLike[str] | None = None,
         sinks: Iterable[Callable[[StepRecord], object]] = (),
-        **gone: Any,
     ) -> None:
-        super().__init__(directory, sinks, ["step"] if step else gone)
+        super().__init__(directory, sinks)
         if directory is not None:
             _checkpointer().close()
 

@@ -86,10 +86,9 @@ class Monitor(HostMonitor):
         directory: gets the first bad step (`xla_amp.tools.monitor.kept`) for ``find_overflow(step, kept=...)``.  Until
             one is kept, each step waits for the one before it: otherwise the state would have gone on.
         sinks: functions that are called with each `StepRecord`, in order.
-        **gone: arguments of earlier versions, which are errors.
 
     Raises:
-        TypeError: `optimizer` is none, or an argument is one of earlier versions.
+        TypeError: `model` is no module, or `optimizer` no optimizer.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -113,9 +112,8 @@ class Monitor(HostMonitor):
         *,
         directory: str | os.PathLike[str] | None = None,
         sinks: Iterable[Callable[[StepRecord], object]] = (),
-        **gone: Any,
     ) -> None:
-        super().__init__(directory, sinks, gone)
+        super().__init__(directory, sinks)
         arguments.require("monitor(model)", model, torch.nn.Module, "a torch.nn.Module")
         arguments.require("monitor(model, optimizer)", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         self._model, self._optimizer = model, optimizer

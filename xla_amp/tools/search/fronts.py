@@ -90,14 +90,6 @@ def relative_error(found: Sequence[Array | None], reference: Sequence[Array | No
     return math.sqrt(difference / norm) if norm else (math.inf if difference else 0.0)
 
 
-LEFT: Mapping[str, str] = {
-    "target": "the search needs errors only, and knows no machine",
-    "budget_seconds": "it measures each candidate once",
-    "journal": "it measures each candidate once",
-}
-"""Argument of the release before -> why it is not needed."""
-
-
 def searched(
     program: MeasuredProgram, *, budget: float | Mapping[str, float], held_out: int | None, device: str
 ) -> SearchResult:

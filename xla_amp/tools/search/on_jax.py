@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.common import arguments, compiling, events
+from xla_amp.common import compiling, events
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.types import LowDtype
 from xla_amp.errors import RuleWarning, SearchError
@@ -32,7 +32,6 @@ def search(
     argnums: int | Sequence[int] = 0,
     low: LowDtype = "bfloat16",
     held_out: int | None = None,
-    **left: Any,
 ) -> SearchResult:
     """The policy that keeps the fewest operations in float32 while a function's error stays within `budget`.
 
@@ -48,7 +47,6 @@ def search(
         argnums: arguments whose floating arrays the gradients are for.
         low: the low dtype.
         held_out: number of the last tuples of arguments, which only check the result; None is a quarter, at least one.
-        left: arguments of the release before, which raise.
 
     Returns:
         The plan, and its achieved errors.  If no plan is within the budget, which only a function that is not
@@ -65,7 +63,6 @@ def search(
         >>> search(loss, [(w, x) for x in batches], budget=0.1).policy.decide("mm").cast
         'low'
     """
-    arguments.refuse("xla_amp.jax.search", left, fronts.LEFT)
     rows = [row if isinstance(row, tuple) else (row,) for row in args]
     if not rows:
         raise SearchError("no arguments: give two or more tuples, [(params, batch) for batch in batches]")

@@ -12,7 +12,6 @@ import torch
 
 from xla_amp.backends.step_state import reachable, restored
 from xla_amp.backends.trees import tree_leaves, tree_map_only
-from xla_amp.common import arguments
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.types import LowDtype
 from xla_amp.errors import RecompileWarning, RuleWarning, SearchError
@@ -30,7 +29,6 @@ def search(
     low: LowDtype = "bfloat16",
     held_out: int | None = None,
     objects: Sequence[Any] = (),
-    **left: Any,
 ) -> SearchResult:
     """The policy that keeps the fewest operations in float32 while a model's error stays within `budget`.
 
@@ -50,7 +48,6 @@ def search(
         low: the low dtype.
         held_out: number of batches, the last ones, that only check the result; None is a quarter, at least one.
         objects: further modules that the step uses and does not reach by its closure, its arguments or its globals.
-        left: arguments of the release before, which raise.
 
     Returns:
         The plan, and its achieved errors.  If no plan is within the budget, which only a program that is not
@@ -67,7 +64,6 @@ def search(
         >>> result.met, result.policy.decide("linear", "0").cast
         (True, 'low')
     """
-    arguments.refuse("search", left, fronts.LEFT)
     program = TorchProgram(uncompiled(step), list(batches), objects, low)
     with program.prepared():
         return fronts.searched(program, budget=budget, held_out=held_out, device=str(program.device))
