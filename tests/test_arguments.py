@@ -35,7 +35,6 @@ ROWS: list[tuple[Callable[[], Any], str]] = [
     (lambda: xla_amp.make_mesh({"a": "b"}), "expected a number of devices for 'a', got 'b' (str)"),
     (lambda: xla_amp.make_mesh({"a": True}), "expected a number of devices for 'a', got True (bool)"),
     (lambda: xla_amp.make_mesh({3: 1}), "expected names of axes that are texts, got 3 (int)"),
-    (lambda: xla_amp.make_mesh({"a": 1}, dcn=3), "make_mesh(dcn=3): expected extents by name"),
     (lambda: xla_amp.mark_sharding(3, mesh(), ("data",)), "mark_sharding(tensor): expected a tensor of the device"),
     (lambda: xla_amp.mark_sharding(on_device(), 3, ("data",)), "mark_sharding(mesh=...): expected a mesh from"),
     (lambda: xla_amp.full_tensor(3), "full_tensor(tensor): expected a tensor of the device, got 3 (int)"),

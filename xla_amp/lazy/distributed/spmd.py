@@ -5,14 +5,12 @@ Xu et al. 2021, "GSPMD: General and Scalable Parallelization for ML Computation 
 
 from __future__ import annotations
 
-import collections
 import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 import torch
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -38,19 +36,19 @@ Axis: TypeAlias = str | Sequence[str] | None
 """The mesh axes that one tensor dimension is split over: one, several, or none."""
 
 
-def make_mesh(axes: Mapping[str, int] | None = None, *, dcn: Mapping[str, int] | None = None) -> Mesh:
+def make_mesh(axes: Mapping[str, int] | None = None) -> Mesh:
     """A mesh of the devices of this process, or of all processes of its job.
 
-    All processes make the same mesh.  Neighbours along the last axes are closest: on a TPU, as its interconnect is.
+    All processes make the same mesh.  Neighbours along the last axes are closest: on a TPU, as its interconnect is.  An
+    axis that crosses hosts or TPU slices needs JAX's own mesh, which serves everywhere where this one does:
+    ``jax.sharding.Mesh(mesh_utils.create_hybrid_device_mesh(...), names)``.
 
     Args:
         axes: extent of each axis by name, ``{"data": 4, "model": 2}``; their product is the number of devices.  None
             is one axis, ``"data"``, over all of them.
-        dcn: the part of an axis that lies on the network between hosts or TPU slices, by name: ``{"data": 2}`` splits
-            ``"data"`` over two of them, and keeps all other axes on the fast interconnect.
 
     Raises:
-        DeviceError: their product is another number, or `dcn` does not fit the axes or the hosts.
+        DeviceError: their product is another number.
         EngineError: the process uses torch_xla.
     """
     base.require_lazy("make_mesh()", "torch_xla.distributed.spmd.Mesh")
@@ -59,7 +57,7 @@ def make_mesh(axes: Mapping[str, int] | None = None, *, dcn: Mapping[str, int] |
     together = processes.world_size() > 1
     found = all_devices()
     axes = {"data": len(found)} if axes is None else axes
-    _check_axes(axes, dcn)
+    _check_axes(axes)
     if math.prod(axes.values()) != len(found):
         hint = "; XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight of a CPU"
         where = f" of {processes.world_size()} processes" if together else ""
@@ -68,18 +66,15 @@ def make_mesh(axes: Mapping[str, int] | None = None, *, dcn: Mapping[str, int] |
             f"got {math.prod(axes.values())}{hint if platform == 'cpu' else ''}"
         )
     shape = tuple(axes.values())
-    if not dcn:
-        return Mesh(mesh_utils.create_device_mesh(shape, found, allow_split_physical_axes=True), tuple(axes))
-    return Mesh(arranged(axes, dcn, found), tuple(axes))
+    return Mesh(mesh_utils.create_device_mesh(shape, found, allow_split_physical_axes=True), tuple(axes))
 
 
-def _check_axes(axes: Any, dcn: Any) -> None:
-    for name, given in (("axes", axes), ("dcn", {} if dcn is None else dcn)):
-        call = f"make_mesh({name}={given!r})"
-        arguments.require(call, given, Mapping, 'extents by name such as {"data": 4, "model": 2}')
-        for axis, extent in given.items():
-            arguments.require(call, axis, str, "names of axes that are texts")
-            arguments.require(call, extent, int, f"a number of devices for {axis!r}")
+def _check_axes(axes: Any) -> None:
+    call = f"make_mesh(axes={axes!r})"
+    arguments.require(call, axes, Mapping, 'extents by name such as {"data": 4, "model": 2}')
+    for axis, extent in axes.items():
+        arguments.require(call, axis, str, "names of axes that are texts")
+        arguments.require(call, extent, int, f"a number of devices for {axis!r}")
     if not axes:
         raise DeviceError('make_mesh(axes={}): expected an axis such as {"data": 4}; leave axes out for one over all')
 
@@ -88,35 +83,6 @@ def all_devices() -> Sequence[jax.Device]:
     """The devices of this process, or of all processes of its job: those of a mesh."""
     platform = pjrt.jax_device().platform
     return jax.devices(platform) if processes.world_size() > 1 else jax.local_devices(backend=platform)
-
-
-def arranged(axes: Mapping[str, int], dcn: Mapping[str, int], found: Sequence[jax.Device]) -> np.ndarray:
-    """The devices in the shape of the mesh; along a part of an axis that `dcn` names the host or slice changes."""
-    outer, inner = _parts(axes, dcn)
-    slices = {getattr(device, "slice_index", None) for device in found}
-    by_host = None in slices or (len(slices) == 1 and found[0].platform != "tpu")
-    groups = collections.Counter(device.process_index if by_host else device.slice_index for device in found)
-    if len(groups) != math.prod(outer) or set(groups.values()) != {math.prod(inner)}:
-        sizes = " and ".join(map(str, sorted(set(groups.values()))))
-        raise DeviceError(
-            f"make_mesh({dict(axes)}, dcn={dict(dcn)}): it has {math.prod(outer)} parts of {math.prod(inner)} devices, "
-            f"and this job has {len(groups)} {'processes' if by_host else 'slices'} of {sizes} devices; expected a "
-            f"dcn= whose product is {len(groups)}"
-        )
-    return mesh_utils.create_hybrid_device_mesh(
-        inner, outer, found, process_is_granule=by_host, allow_split_physical_axes=True
-    )
-
-
-def _parts(axes: Mapping[str, int], dcn: Mapping[str, int] | None) -> tuple[list[int], list[int]]:
-    """For each axis its extent between hosts or slices, and inside of each."""
-    dcn = dcn or {}
-    if any(name not in axes or extent < 1 or axes[name] % extent for name, extent in dcn.items()):
-        raise DeviceError(
-            f"make_mesh({dict(axes)}, dcn={dict(dcn)}): expected extents that divide those of the axes of that name"
-        )
-    outer = [dcn.get(name, 1) for name in axes]
-    return outer, [extent // part for extent, part in zip(axes.values(), outer, strict=True)]
 
 
 def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> torch.Tensor:
