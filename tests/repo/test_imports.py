@@ -106,6 +106,101 @@ def test_loading_every_public_name_patches_nothing_and_each_module_has_its_docum
     assert printed(SNAPSHOT).splitlines() == ["[]", "compilations executions"]
 
 
+NEIGHBOURS = """
+    import contextlib
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if real := torch.cuda.is_available():  # else CUDA tensors without values, which are not differentiated
+        tensors = contextlib.nullcontext()
+    else:
+        torch.cuda.is_available, torch.cuda.is_bf16_supported = lambda: True, lambda *given, **options: True
+        tensors = FakeTensorMode()
+
+    def nothing_is_registered(after):
+        taken = torch._C._get_privateuse1_backend_name()
+        assert taken == "privateuseone" and not hasattr(torch, "jax"), (after, taken)
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is None or accelerator.type == "cuda", (after, accelerator)
+
+    def train(device, steps=2):
+        model = torch.nn.Linear(4, 4).to(device)
+        optimizer, scaler = xla_amp.syncfree.AdamW(model.parameters()), xla_amp.GradScaler(device)
+        for _ in range(steps):
+            with xla_amp.autocast(device):
+                loss = model(torch.ones(2, 4, device=device)).float().sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return model
+
+    import xla_amp, xla_amp.jax, xla_amp.torch_xla
+    nothing_is_registered("import")
+    with tensors:
+        x = torch.ones(4, 4, device="cuda")
+        with xla_amp.autocast("cuda"):
+            assert torch.mm(x, x).dtype is torch.float16
+        nothing_is_registered("autocast")
+        with xla_amp.autocast("cuda", rules={"mm": "fp32"}):
+            assert torch.mm(x, x).dtype is torch.float32
+        with xla_amp.policy.override({"mm": "fp32"}), xla_amp.autocast("cuda", dtype=torch.bfloat16):
+            assert torch.mm(x, x).dtype is torch.float32
+        nothing_is_registered("overrides")
+        with xla_amp.explain() as report, xla_amp.autocast("cuda", rules={"mm": "fp32"}):
+            torch.mm(x, x)
+        assert str(report)
+        nothing_is_registered("explain")
+        scaler = xla_amp.GradScaler("cuda")
+        assert scaler.is_enabled()
+        scaler.scale(x)
+        parameters = [torch.nn.Parameter(x)]
+        xla_amp.syncfree.SGD(parameters, lr=0.1, momentum=0.9)
+        xla_amp.syncfree.wrap(torch.optim.Adagrad(parameters))
+        nothing_is_registered("scaler and optimizers")
+    model = train("cuda" if real else "cpu")
+    nothing_is_registered("training")
+    xla_amp.find_overflow(lambda: model(torch.ones(2, 4, device=model.weight.device)).sum().backward())
+    nothing_is_registered("find_overflow")
+"""
+FRAMEWORKS = """
+    import warnings
+    warnings.simplefilter("ignore")  # of the frameworks
+    import lightning, accelerate
+    import xla_amp.integrations.lightning, xla_amp.integrations.huggingface
+    where = "gpu" if real else "cpu"
+    shown = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    lightning.Trainer(accelerator=where, devices=1, **shown)
+    lightning.Fabric(accelerator=where, devices=1).setup(torch.nn.Linear(2, 2))
+    nothing_is_registered("Lightning")
+    accelerate.Accelerator(cpu=not real).prepare(torch.nn.Linear(2, 2))
+    xla_amp.integrations.huggingface.enable()
+    nothing_is_registered("Accelerate")
+"""
+
+
+def test_what_works_on_cuda_leaves_cuda_torchs_accelerator():
+    # torch would take the lazy device for its one accelerator, and refuse CUDA's backward pass from then on.
+    assert printed(NEIGHBOURS) == ""
+
+
+@pytest.mark.full
+def test_frameworks_on_cuda_leave_cuda_torchs_accelerator():
+    printed(NEIGHBOURS + FRAMEWORKS)
+
+
+@pytest.mark.full
+def test_what_starts_the_device_is_found():
+    with pytest.raises(AssertionError, match=r"overrides.*jax"):
+        printed(
+            NEIGHBOURS.replace(
+                'nothing_is_registered("overrides")',
+                """xla_amp.xla_device()
+        nothing_is_registered("overrides")""",
+            ),
+            JAX_PLATFORMS="cpu",
+        )
+
+
 REFUSE_TORCH = """
     import sys
 

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from xla_amp.errors import DeviceError
+
 KINDS = ("tensor", "intermediate", "post accumulate", "module", "module pre", "node", "node pre")
 
 
@@ -128,3 +130,45 @@ def test_nested_backward_passes(device):
     x = torch.ones(2, device=device, requires_grad=True)
     with pytest.raises(ZeroDivisionError):
         Inner.apply(x).sum().backward()
+
+
+ASSERTION = 'opt_ready_stream && opt_parent_stream INTERNAL ASSERT FAILED at "engine.cpp":1085, please report a bug'
+
+
+class OnCuda(torch.Tensor):
+    """A tensor of the CPU that says to be on a GPU, where torch was built without CUDA."""
+
+    device = torch.device("cuda", 0)
+
+
+class Asserts(torch.autograd.Function):
+    """As torch's node of a tensor on CUDA, in the middle of a graph."""
+
+    @staticmethod
+    def forward(context, x):
+        return x * 2
+
+    @staticmethod
+    def backward(context, grad):
+        raise RuntimeError(ASSERTION)
+
+
+@pytest.mark.parametrize("at", ["output", "grad's output", "node"])
+def test_a_pass_on_cuda_is_refused_before_torchs_internal_assertion(device, at):
+    x = torch.ones(3, requires_grad=True)
+    y = (Asserts.apply(x) if at == "node" else x * 2).sum()
+    if at != "node":
+        y = y.as_subclass(OnCuda)
+    with pytest.raises(DeviceError, match=r"one accelerator.*'jax'.*a process that does not use the other") as caught:
+        torch.autograd.grad(y, x) if at == "grad's output" else y.backward()
+    assert ("on 'cuda'" in str(caught.value)) == (at != "node")
+    assert caught.value.__context__ is None
+    assert x.grad is None
+
+
+def test_other_errors_of_a_pass_stay_as_they_are(device):
+    x = torch.ones(3, requires_grad=True)
+    (x * 2).sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0, 2.0]
+    with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
+        (x * 2).backward()

@@ -33,6 +33,7 @@ import torch
 
 from xla_amp.backends import backward_threads, dynamo, module_paths
 from xla_amp.common import interrupts
+from xla_amp.errors import DeviceError
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
@@ -74,6 +75,10 @@ def make() -> Any:
 
 
 _lock = threading.Lock()
+_ACCELERATORS = frozenset({"cuda", "hpu", "mps", "mtia", "xpu"})
+"""Device types of torch for which autograd asks the process's one accelerator for a stream."""
+_ASSERTION = "opt_ready_stream"
+"""A word of torch's internal assertion where a node of such a device has no stream."""
 
 
 def run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,12 +86,20 @@ def run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     An error does not tell which pass it belongs to, so the passes of several threads run one after the other.  They
     did before: autograd has one thread for the device.
+
+    torch takes the device for its one accelerator from its registration on, and no public function takes that back
+    (pytorch#161129, torch 2.8 to 2.15).  Of a node on CUDA it then has no stream, and fails in an internal assertion.
+
+    Raises:
+        DeviceError: an output, or a node of the pass, is on another accelerator.
     """
 
     @functools.wraps(original)
     def run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        ours = any(isinstance(x, torch.Tensor) and x.device.type == DEVICE_TYPE for x in outputs)
-        if not ours or module_paths.in_backward():
+        types = {x.device.type for x in outputs if isinstance(x, torch.Tensor)}
+        if not types.isdisjoint(_ACCELERATORS):
+            raise _two_accelerators(", ".join(map(repr, sorted(types & _ACCELERATORS))))
+        if DEVICE_TYPE not in types or module_paths.in_backward():
             return _run(original, outputs, *args, **kwargs)
         with _lock:
             return _run(original, outputs, *args, **kwargs)
@@ -102,7 +115,19 @@ def _run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         error = _take_error()
         if error is None:
             raise
+    except RuntimeError as assertion:
+        if _ASSERTION not in str(assertion):
+            raise
+        error = _two_accelerators("another accelerator")
     raise error
+
+
+def _two_accelerators(where: str) -> DeviceError:
+    return DeviceError(
+        f"cannot run a backward pass on {where}: torch has one accelerator in a process, which is {DEVICE_TYPE!r} "
+        "since the lazy device was started (pytorch#161129). Train on each in a process that does not use the other. "
+        "xla_amp.xla_device() and tensors on 'jax' start the lazy device; xla_amp.autocast('cuda') does not"
+    )
 
 
 def _take_error() -> BaseException | None:

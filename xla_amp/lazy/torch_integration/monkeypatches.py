@@ -473,7 +473,7 @@ PATCHES = (
     PatchGroup(
         names=("torch.autograd._engine_run_backward",),
         reason="The device guard takes the error of a raising hook away from C++ code that would abort the process; "
-        "this raises it again (`device_guard`).",
+        "this raises it again (`device_guard`). torch ends a pass on CUDA in an internal assertion; this refuses it.",
         install=_replace_engine_run_backward,
     ),
     PatchGroup(
