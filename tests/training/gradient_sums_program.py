@@ -63,14 +63,14 @@ class Beside(nn.Module):
         return self.conv(x[:, :, None, None]).flatten(1), self.linear(2 * x), self.low(x.to(self.low.weight.dtype))
 
 
-def gradients(dtype, rules=None):
+def gradients(dtype):
     """Of weights that see ones or twos.  The parts are 256.1 and -255.9, or twice that."""
     marked, device = Mesh(np.array(jax.devices()[:8]), ("data",)), xla_amp.xla_device()
     model = Beside(dtype).to(device)
     x, factor = torch.ones(16, 4).to(device), torch.tensor([256, 0.1, -256, 0.1] * 4)[:, None].to(device)
     for batch in (x, factor):
         xla_amp.mark_sharding(batch, marked, ("data",))
-    with xla_amp.autocast(device, dtype, policy="tpu", rules=rules):
+    with xla_amp.autocast(device, dtype, policy="tpu"):
         results = model(x)
     sum((result.float() * factor).sum() for result in results).backward()
     return {name: p.grad.float().cpu().flatten().tolist() for name, p in model.named_parameters()}
@@ -86,7 +86,4 @@ def numbers(rank, world):
     """Gradients of which each device has a part that a low dtype would round: by the forms for TPUs, on the CPU."""
     xla_amp.xla_device()
     pjrt.platform = lambda: "tpu"
-    found = {name: gradients(getattr(torch, name)) for name in ("bfloat16", "float16")}
-    found["low"] = gradients(torch.bfloat16, {"reduce_gradients": "low"})
-    found["one low"] = gradients(torch.bfloat16, {"*/linear.reduce_gradients": "low"})
-    return found
+    return {name: gradients(getattr(torch, name)) for name in ("bfloat16", "float16")}

@@ -59,12 +59,6 @@ def current() -> str | None:
     return stack[-1][1] if stack else None
 
 
-def parameters(device_type: str) -> list[tuple[torch.Tensor, str]]:
-    """The parameters on a device with the path of the module that owns each, as far as modules were followed."""
-    held = ((parameter, path) for module, path in list(_seen.items()) for parameter in module.parameters(recurse=False))
-    return [(each, path) for each, path in held if each.device.type == device_type]
-
-
 def acquire() -> PathsToken:
     """Follows modules until `release` gets the token.  Also finds the modules that this thread runs already."""
     global _holders

@@ -17,13 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.common import arguments, events
+from xla_amp.common import arguments
 from xla_amp.common import loss_scaling as formula
 from xla_amp.errors import PolicyError
 from xla_amp.jax import compat
-from xla_amp.jax.decisions import emit_decision
-from xla_amp.policy import PolicyLike, gradient_sums
-from xla_amp.policy.load import default_name
 
 _Tree = TypeVar("_Tree")
 _T = TypeVar("_T")
@@ -293,8 +290,8 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
     return on_all_devices(jnp.all(jnp.stack(flags)) if flags else jnp.asarray(True), axis_name)
 
 
-def reduce_gradients(gradients: _Tree, axis_name: Any, dtype: Any = None, *, policy: PolicyLike | None = None) -> _Tree:
-    """The mean of every device's gradients, each in its own dtype; added in float32, or as a rule says.
+def reduce_gradients(gradients: _Tree, axis_name: Any, dtype: Any = None) -> _Tree:
+    """The mean of every device's gradients, each in its own dtype; added in float32.
 
     For gradients that differ between devices: under `jax.pmap`, `jax.vmap`, or `jax.shard_map` with
     ``check_vma=False``.  Under `jax.jit` with shardings XLA adds them, in float32 under `xla_amp.jax.autocast`.
@@ -302,14 +299,11 @@ def reduce_gradients(gradients: _Tree, axis_name: Any, dtype: Any = None, *, pol
     Args:
         gradients: a pytree; leaves without floating point are added in their own dtype.
         axis_name: axes to reduce over.
-        dtype: the dtype in which floating-point leaves are sent and added; None is what the rule for
-            ``reduce_gradients`` says, without a rule float32, and float64 for those of float64.  ``jnp.bfloat16``
-            halves the traffic; a sum that overflows in it is inf.
-        policy: whose rules; None is the device's own.  The keys around a leaf are the path of its module.
+        dtype: the dtype in which floating-point leaves are sent and added; None is float32, and float64 for those of
+            float64.  ``jnp.bfloat16`` halves the traffic; a sum that overflows in it is inf.
 
     Raises:
-        TypeError: `dtype` is not a floating dtype of 16 bits or more.
-        PolicyError: both are given, or `policy` cannot be loaded.
+        TypeError: `dtype` is not a floating dtype of 16 bits or more, or `axis_name` is no name.
 
     Example:
         >>> halves = jnp.full((2, 1), 40000.0, jnp.float16)  # their float16 sum is inf
@@ -321,42 +315,22 @@ def reduce_gradients(gradients: _Tree, axis_name: Any, dtype: Any = None, *, pol
             f"reduce_gradients(dtype={dtype!r}): expected a floating dtype of 16 bits or more, e.g. jnp.bfloat16 (a "
             "sum in 8 bits keeps 2 or 3 digits of each part, and XLA has no scale for it)"
         )
-    if dtype is not None and policy is not None:
-        raise PolicyError("reduce_gradients(dtype=..., policy=...): dtype= wins over rules; pass one of them")
     if axis_name is None or isinstance(axis_name, numbers.Number):
         raise TypeError(
             f"reduce_gradients(axis_name={axis_name!r}): expected the name of an axis of jax.pmap or jax.shard_map, "
             'such as "data", or a tuple of names'
         )
     count = jax.lax.psum(1, axis_name)
-    sums = gradient_sums.of(_default_policy() if policy is None else policy)
 
-    def mean(keys: Any, leaf: Any) -> Any:
+    def mean(leaf: Any) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jax.lax.psum(leaf, axis_name) / count
-        path = ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys[:-1])
-        wanted = jnp.dtype(sums.dtype(str(leaf.dtype), path) if dtype is None else dtype)
-        if events.decided.listeners:
-            _emit(sums, leaf, wanted, path, dtype is not None)
+        wanted = jnp.promote_types(leaf.dtype, jnp.float32) if dtype is None else jnp.dtype(dtype)
         total = jax.lax.psum(leaf.astype(wanted), axis_name)
         return (total.astype(jnp.promote_types(total.dtype, jnp.float32)) / count).astype(leaf.dtype)
 
-    reduced: _Tree = jax.tree_util.tree_map_with_path(mean, gradients)
+    reduced: _Tree = jax.tree.map(mean, gradients)
     return reduced
-
-
-def _default_policy() -> str:
-    try:
-        return default_name(jax.default_backend())
-    except PolicyError:  # a plugin's platform; its rules are all for other operations
-        return default_name("tpu")
-
-
-def _emit(sums: gradient_sums.SumRules, leaf: Any, wanted: Any, path: str, asked: bool) -> None:
-    decision, told = sums.reported(path, str(wanted), asked)
-    used = jax.ShapeDtypeStruct(leaf.shape, wanted)
-    place = path, compat.location(None)
-    emit_decision(sums.policy, decision.operation, decision, [leaf], [used], [leaf], place, told=told)
 
 
 def on_all_devices(flag: jax.Array, axis_name: Any) -> jax.Array:

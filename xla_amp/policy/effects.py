@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from xla_amp.common import config, events
+from xla_amp.common import events
 from xla_amp.common.types import Layer
 from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.policy import module_patterns, op_catalog
@@ -187,23 +187,8 @@ def _visible(vocabulary: Vocabulary) -> frozenset[str]:
     return frozenset(each for name in names for each in op_catalog.meanings(vocabulary, name)).union(others)
 
 
-def _is_gradient_sum(pattern: str) -> bool:
-    if module_patterns.is_module_pattern(pattern):
-        return op_catalog.GRADIENT_SUM in module_patterns.parse(pattern).operations
-    return pattern == op_catalog.GRADIENT_SUM
-
-
-def _is_for_all(layer: RuleLayer) -> bool:
-    """Whether other calls see the layer, too: one for all policies."""
-    return layer.layer in ("override", "environment") or layer.origin == str(config.policy_file())
-
-
 def invisible(pattern: str, vocabulary: Vocabulary) -> str:
     """Why no program in `vocabulary` has an operation that `pattern` reaches; empty if one may have."""
-    if _is_gradient_sum(pattern):
-        if vocabulary == "stablehlo":
-            return "collectives keep their dtypes; change them where the program is made"
-        return "xla_amp.jax.reduce_gradients follows it: give it policy=, or put an override around both"
     if pattern == op_catalog.WHILE_LOOP:
         return ""
     if module_patterns.is_module_pattern(pattern) or not _visible(vocabulary).isdisjoint(op_catalog.matching(pattern)):
@@ -237,8 +222,6 @@ def report(policy: Policy, effects: Effects, vocabulary: Vocabulary, *, strict: 
         if effects.follows(pair):
             continue
         hidden = invisible(pair.pattern, vocabulary)
-        if vocabulary == "jaxpr" and _is_gradient_sum(pair.pattern) and _is_for_all(layer):
-            continue
         hidden = hidden or (no_modules if module_patterns.is_module_pattern(pair.pattern) else "")
         why = hidden or (effects.uses[pair].kept if pair in effects.uses else "")
         why = why or f"it matched no operation of the program{_hint(pair.pattern, effects.paths)}"
@@ -261,8 +244,7 @@ def _instead(pair: Match, layer: RuleLayer) -> str:
 def report_unmatched(layer: RuleLayer, *, strict: bool, once: bool = False) -> None:
     """Reports the rules of a block that closes and have had no effect in this process.
 
-    Nothing is reported if no operation of torch has been decided with them: the block ran nothing under autocast.  A
-    rule for the sums of gradients is left out: they may come after the block.
+    Nothing is reported if no operation of torch has been decided with them: the block ran nothing under autocast.
 
     Args:
         layer: the rules.
@@ -274,7 +256,7 @@ def report_unmatched(layer: RuleLayer, *, strict: bool, once: bool = False) -> N
     """
     if layer not in _decided:
         return
-    found = [pair for pair in unused((layer,)) if not _process.uses[pair].judged and not _is_gradient_sum(pair.pattern)]
+    found = [pair for pair in unused((layer,)) if not _process.uses[pair].judged]
     for pair in found if once else ():
         _process.uses[pair].judged = True
     lines = [_line(pair, f"it has matched no operation{_instead(pair, layer)}") for pair in found]
@@ -282,21 +264,6 @@ def report_unmatched(layer: RuleLayer, *, strict: bool, once: bool = False) -> N
         raise PolicyError(_text(lines, "what ran under autocast"))
     if lines:
         _warn(_text(lines, "what ran under autocast"))
-
-
-@functools.lru_cache(maxsize=256)
-def _of_sums(policy: Policy) -> tuple[Match, ...]:
-    return tuple(pair for _, pair in _patterns(policy.layers) if _is_gradient_sum(pair.pattern))
-
-
-def report_sums(policy: Policy, device_type: str) -> None:
-    """Warns, once, of rules for the sums of gradients on a device of torch's own."""
-    found = [pair for pair in _of_sums(policy) if not _process.uses[pair].judged]
-    for pair in found:
-        _process.uses[pair].judged = True
-    why = f"torch's DistributedDataParallel adds gradients on {device_type!r}; give it a communication hook"
-    if found:
-        _warn(_text([_line(pair, why) for pair in found], f"torch's device {device_type!r}"))
 
 
 def _line(pair: Match, why: str) -> str:

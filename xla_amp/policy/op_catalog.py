@@ -26,15 +26,11 @@ Vocabulary: TypeAlias = Literal["jaxpr", "stablehlo"]
 CLASS: Final = "class:"
 """Prefix of an operation class in a rule."""
 
-GRADIENT_SUM: Final = "reduce_gradients"
-"""Name in rules of the sum of gradients over devices or processes.  No glob, class or rule for whole modules reaches
-it."""
-
 WHILE_LOOP: Final = "while_loop"
 """Name in rules of a loop of JAX or StableHLO, whose end may depend on floats that it computes: with ``fp32`` all in it
 stays float32, with ``low`` each operation in it follows its own rule."""
 
-NO_OPERATIONS: Final = frozenset({GRADIENT_SUM, WHILE_LOOP})
+NO_OPERATIONS: Final = frozenset({WHILE_LOOP})
 """Names in rules of what is no ATen operation."""
 
 _GLOB = re.compile(r"[*?\[]")
@@ -209,9 +205,6 @@ def unfit(operations: Iterable[str], cast: Cast) -> str:
     elif cast == "low_fp32_out":
         wrong = sorted(name for name in operations if operation_class(name) not in ("contraction", "convolution"))
         why = "it is for matrix products and convolutions, which sum products of low operands in float32"
-    elif GRADIENT_SUM in operations and cast not in ("fp32", "low", "keep"):
-        wrong = [GRADIENT_SUM]
-        why = "gradients are added in float32, the low dtype or their own ('keep')"
     elif WHILE_LOOP in operations and cast not in ("fp32", "low"):
         wrong, why = [WHILE_LOOP], "what a loop computes stays float32, or follows its own rules ('low')"
     else:

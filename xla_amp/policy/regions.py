@@ -52,8 +52,6 @@ _open: dict[str, list[Token]] = {}
 """All open regions of the process by device type, newest last."""
 _newest: dict[str, Region] = {}
 """Newest open region by device type, read without the lock."""
-_latest: dict[str, Region] = {}
-"""The region by device type that was opened last, open or closed."""
 
 
 @events.Point
@@ -78,8 +76,6 @@ def push(device_type: str, region: Region) -> Token:
         stack.append(token)
         _open.setdefault(device_type, []).append(token)
         _newest[device_type] = region
-        if region.enabled:
-            _latest[device_type] = region
     return token
 
 
@@ -114,14 +110,6 @@ def current(device_type: str) -> Region | None:
     return _newest.get(device_type) if _thread.foreign else None
 
 
-def latest(device_type: str) -> Region | None:
-    """The innermost region that is open on this thread, else the one that any thread opened last; None before any.
-
-    For what follows a forward pass outside of its region.
-    """
-    return current(device_type) or _latest.get(device_type)
-
-
 def opened_here(device_type: str) -> Region | None:
     """The innermost region of `device_type` that this thread itself opened, or None."""
     stack = _thread.stacks.get(device_type)
@@ -140,10 +128,7 @@ def in_force() -> Mapping[str, Region]:
 
 @contextlib.contextmanager
 def reopened(saved: Mapping[str, Region]) -> Iterator[None]:
-    """Makes `saved`, which `in_force` gave, this thread's only regions.  Other threads do not see them.
-
-    `latest` stays as it is, because what runs inside belongs to an earlier part of the program.
-    """
+    """Makes `saved`, which `in_force` gave, this thread's only regions.  Other threads do not see them."""
     before, foreign = _thread.stacks, _thread.foreign
     opened: list[tuple[str, Region]] = []
     _thread.stacks, _thread.foreign = {}, False

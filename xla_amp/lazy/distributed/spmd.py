@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from xla_amp.backends import base, devices, module_paths, trees
+from xla_amp.backends import base, devices, trees
 from xla_amp.common import arguments
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
@@ -29,8 +29,6 @@ from xla_amp.lazy.programs import mesh as meshes
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.policy import gradient_sums
-from xla_amp.policy.load import default_name
 
 Axis: TypeAlias = str | Sequence[str] | None
 """The mesh axes that one tensor dimension is split over: one, several, or none."""
@@ -126,18 +124,6 @@ def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> tor
     return tensor
 
 
-def _in_product_dtype(parameters: Sequence[Buffer]) -> tuple[int, ...]:
-    """Positions of the parameters that a rule ``reduce_gradients = low`` or ``keep`` reaches."""
-    sums = gradient_sums.after_region(DEVICE_TYPE, default_name(pjrt.platform()))
-    if not sums.has_rules:
-        return ()
-    paths: dict[int, str] = {}
-    if sums.by_module:
-        paths = {id(tensor_io.buffer_of(p)): path for p, path in module_paths.parameters(DEVICE_TYPE)}
-    decisions = [(index, sums.decide(paths.get(id(buffer)))) for index, buffer in enumerate(parameters)]
-    return tuple(index for index, each in decisions if each.rule is not None and each.cast != "fp32")
-
-
 def _is_input(buffer: Buffer) -> bool:
     """Whether the trace has read the buffer's array and not written to the buffer."""
     pairs = zip(trace.parameters, trace.parameter_numbers, strict=True)
@@ -160,7 +146,6 @@ def start(mesh: Mesh) -> None:
 @functools.cache
 def _subscribe() -> None:
     register_optimizer_step_post_hook(_shard_state)
-    meshes.in_product_dtype.subscribe(_in_product_dtype)
     execute.running_together.subscribe(same_values.compare_inputs)
 
 

@@ -30,8 +30,6 @@ class Shardings(NamedTuple):
     """`jax.sharding.Sharding` of each parameter."""
     wanted: tuple[Any, ...] = ()
     """Sharding of each wanted value, None if XLA may choose."""
-    in_product_dtype: tuple[int, ...] = ()
-    """Parameters whose gradients are added over devices in the dtype of the products, not in float32."""
 
 
 NO_SHARDINGS = Shardings()
@@ -157,9 +155,7 @@ def build(
     wide = frozenset[int]()
     if any(layout.num_devices > 1 for layout in key.shardings.parameters):
         # XLA puts the sum over devices right after the product, in the dtype of its result.
-        in_product_dtype = {parameter_numbers[index] for index in key.shardings.in_product_dtype}
-        found = weight_gradients.find(tape)
-        wide = frozenset(result for result, weights in found.items() if not weights or not weights <= in_product_dtype)
+        wide = weight_gradients.find(tape)
     context = Context(platform, mesh.AXIS if mesh.replicas else None)
     options: dict[str, Any] = {}
     if key.shardings.parameters:

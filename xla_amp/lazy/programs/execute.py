@@ -227,9 +227,7 @@ def _key(run: _Flush, spent: tuple[int, ...]) -> Key:
     shardings = NO_SHARDINGS
     if mesh.is_partitioned():
         shardings = Shardings(
-            tuple(map(mesh.placement_of, parameters)),
-            mesh.output_shardings(run.targets, run.overwritten),
-            tuple(index for found in mesh.in_product_dtype(parameters) for index in found),
+            tuple(map(mesh.placement_of, parameters)), mesh.output_shardings(run.targets, run.overwritten)
         )
     wanted = tuple(buffer.number for buffer in run.targets)
     return Key(code=tuple(trace.code), wanted=wanted, spent=spent, shardings=shardings)

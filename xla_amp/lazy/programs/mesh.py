@@ -29,11 +29,6 @@ _shardings: weakref.WeakKeyDictionary[Buffer, NamedSharding] = weakref.WeakKeyDi
 
 
 @events.Point
-def in_product_dtype(parameters: Sequence[Buffer]) -> tuple[int, ...]:  # type: ignore[empty-body]
-    """Asks which inputs of a program are weights whose gradients a rule lets XLA add in the dtype of the products."""
-
-
-@events.Point
 def ended() -> Sequence[str]:  # type: ignore[empty-body]
     """Asks for the names of processes that have ended; a single process has no listener."""
 

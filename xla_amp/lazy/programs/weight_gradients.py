@@ -33,14 +33,11 @@ _SUMS: Final = frozenset(
 """They sum in float32.  XLA:TPU sums the parts of devices in half, if the result is converted to that right after."""
 
 
-def find(tape: Tape) -> dict[int, frozenset[int]]:
-    """Number of an operation's first result -> numbers of weights, for those that give weights their gradients.
+def find(tape: Tape) -> frozenset[int]:
+    """Numbers of the first results of operations that give weights their gradients.
 
     A gradient with regard to an input of the program that is no weight counts as well; that of a value which is
-    computed from a weight (``weight_norm``) does not.
-
-    Returns:
-        Several weights where it may be the gradient of any of them; none for a convolution's that is no input.
+    computed from a weight (``weight_norm``) does not, except a convolution's.
     """
     origin: list[int] = []
     """Value -> the value that it is another form of."""
@@ -48,7 +45,7 @@ def find(tape: Tape) -> dict[int, frozenset[int]]:
     inputs: set[int] = set()
     partners: dict[int, list[int]] = {}
     """Value -> inputs that it was multiplied with."""
-    found: dict[int, frozenset[int]] = {}
+    found: set[int] = set()
     products: list[tuple[int, int]] = []
     """(result, factor whose other factor is computed)."""
     for node in tape:
@@ -57,11 +54,11 @@ def find(tape: Tape) -> dict[int, frozenset[int]]:
         if node.is_parameter:
             inputs.add(first)
         elif name in _CONVOLUTIONS:
-            found[first] = frozenset({origin[operands[2]]} & inputs)
+            found.add(first)
         elif name in _SUMS:
             results = {out.size for out in instruction.outs if out is not None}
-            if weights := frozenset(number for number in inputs if sizes[number] in results):
-                found[first] = weights
+            if any(sizes[number] in results for number in inputs):
+                found.add(first)
         elif name in _PRODUCTS:
             factors = [origin[operand] for operand in operands[-2:]]
             for value, other in (factors, factors[::-1]):
@@ -71,8 +68,9 @@ def find(tape: Tape) -> dict[int, frozenset[int]]:
                     products.append((first, value))
         same = name in _SAME_VALUE and len(operands) == 1
         origin += [origin[operands[0]] if same else result for result in node.results]
-    for result, factor in products:
-        weights = frozenset(weight for weight in partners.get(factor, ()) if sizes[weight] == sizes[result])
-        if weights and (result not in found or len(weights) < len(found[result])):
-            found[result] = weights  # layers may share the data, but seldom the gradient
-    return found
+    found.update(
+        result
+        for result, factor in products
+        if any(sizes[weight] == sizes[result] for weight in partners.get(factor, ()))
+    )
+    return frozenset(found)

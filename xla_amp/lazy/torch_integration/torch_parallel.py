@@ -10,11 +10,8 @@ from typing import Any
 import torch
 
 from xla_amp.common import config, events
-from xla_amp.errors import DeviceError, PolicyError
-from xla_amp.lazy.programs import pjrt
+from xla_amp.errors import DeviceError
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.policy import gradient_sums
-from xla_amp.policy.load import default_name
 
 _PINNED = ("find_unused_parameters", "static_graph")
 """Arguments for which torch's class counts in pinned memory."""
@@ -53,34 +50,20 @@ def data_parallel(original: Callable[..., None]) -> Callable[..., None]:
             for name in ("device_ids", "output_device"):
                 if name in given:
                     given[name] = _here(name, given[name])
-            _check_rules(given["module"])
+            _warn_of_low_sums(given["module"])
         original(*bound.args, **bound.kwargs)
 
     return construct
 
 
-def _check_rules(module: torch.nn.Module) -> None:
-    """Raises for a rule that asks for another dtype of the sums than torch's reducer has; warns of 16 bits.
-
-    Raises:
-        PolicyError: see above.
-    """
-    sums = gradient_sums.after_region(DEVICE_TYPE, default_name(pjrt.platform()))
-    if not sums.has_rules:
-        low = next((p for p in module.parameters() if p.requires_grad and p.dtype in _LOW), None)
-        if low is not None:
-            events.warn(
-                f"torch's DistributedDataParallel adds gradients of {low.dtype} in {low.dtype}; {_INSTEAD}, which adds "
-                "them in float32; or say by the rule reduce_gradients = keep that this is meant"
-            )
-        return
-    for name, parameter in module.named_parameters():
-        own, path = str(parameter.dtype).removeprefix("torch."), name.rpartition(".")[0]
-        if parameter.requires_grad and parameter.is_floating_point() and sums.dtype(own, path) != own:
-            raise PolicyError(
-                f"{sums.decide(path).origin}: torch's DistributedDataParallel adds gradients in their own dtype, "
-                f"{own} for {name}; {_INSTEAD}, which follows the rule; or use a communication hook without the rule"
-            )
+def _warn_of_low_sums(module: torch.nn.Module) -> None:
+    """Warns where torch's reducer would add gradients in 16 bits."""
+    low = next((p for p in module.parameters() if p.requires_grad and p.dtype in _LOW), None)
+    if low is not None:
+        events.warn(
+            f"torch's DistributedDataParallel adds gradients of {low.dtype} in {low.dtype}; {_INSTEAD}, which adds "
+            "them in float32, or register a communication hook that does"
+        )
 
 
 def _here(name: str, value: Any) -> Any:

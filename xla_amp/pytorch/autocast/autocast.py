@@ -197,8 +197,6 @@ class autocast:
         rules = self._effective or self._native_rules()
         low = self._low(rules) if self.enabled and self._has_rules() and rules is not None else self.dtype
         region = _native_region(self.device, low, self.enabled, self.cache_enabled)
-        if rules is not None:
-            effects.report_sums(rules, self.device)
         self._open(region, rules)
 
     def _enter_xla(self) -> None:

@@ -22,9 +22,8 @@ def emit(
     shapes: tuple[tuple[int, ...], ...],
     result: Any,
     module: str | None,
-    told: str = "",
 ) -> None:
-    """Sends the event of one operation to the listeners of `point`; `told`: in place of the rule's reason."""
+    """Sends the event of one operation to the listeners of `point`."""
     rule = decision.rule
     results = [value for value in (result if isinstance(result, list | tuple) else (result,)) if _is_tensor(value)]
     result_shapes = shapes_of(results)
@@ -37,7 +36,7 @@ def emit(
             front="pytorch",
             given=tuple(given),
             used=tuple(used),
-            why=told or (rule.why if rule else ""),
+            why=rule.why if rule else "",
             source=rule.source if rule else "",
             origin=rule.origin if rule else "",
             result=dtypes(results),

@@ -6,11 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from xla_amp.backends import base, devices, module_paths
-from xla_amp.common import events
-from xla_amp.policy import gradient_sums
-from xla_amp.policy.load import default_name
-from xla_amp.pytorch.autocast import decision_events
+from xla_amp.backends import base, devices
 from xla_amp.pytorch.distributed import xm_collectives
 
 
@@ -36,10 +32,9 @@ def reduce_gradients(
         optimizer: whose gradients.
         groups: as `all_reduce`.
         pin_layout: torch_xla's option of that name.
-        dtype: the dtype in which floating gradients are sent and added; None is what the rule for
-            ``reduce_gradients`` says in the policy of the open or the last region, without a rule float32, and float64
-            for those of float64.  ``torch.bfloat16`` halves the traffic.  A sum that overflows in it is inf, even if
-            each process's part is finite, and the step is skipped on all.
+        dtype: the dtype in which floating gradients are sent and added; None is float32, and float64 for those of
+            float64.  ``torch.bfloat16`` halves the traffic.  A sum that overflows in it is inf, even if each process's
+            part is finite, and the step is skipped on all.
 
     Raises:
         TypeError: `dtype` is not a floating dtype of 16 bits or more.
@@ -64,10 +59,10 @@ def average(
     """`reduce_gradients` of the gradients of these parameters, as far as they have one."""
     checked = xm_collectives.checked_groups("reduce_gradients", groups)
     count = xm_collectives.group_size(checked)
-    found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    found = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if count == 1 or not found:
         return
-    pairs = [(gradient, wanted) for (_, gradient), wanted in zip(found, _dtypes(found, dtype), strict=True)]
+    pairs = [(gradient, _sum_dtype(gradient.dtype, dtype)) for gradient in found]
 
     def mean(total: torch.Tensor) -> torch.Tensor:
         low = total.is_floating_point() and total.dtype.itemsize < 4
@@ -93,29 +88,9 @@ def average(
                 gradient.copy_(joined)
 
 
-def _dtypes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], asked: torch.dtype | None) -> list[torch.dtype]:
-    """The dtype in which the gradient of each (parameter, gradient) is sent and added; `asked` wins over rules."""
-    device_type = pairs[0][0].device.type
-    sums = gradient_sums.after_region(device_type, default_name(devices.engine().platform()))
-    paths = {id(each): path for each, path in module_paths.parameters(device_type)} if sums.by_module else {}
-    found = []
-    for parameter, gradient in pairs:
-        path, wanted = paths.get(id(parameter)), gradient.dtype
-        if wanted.is_floating_point:
-            wanted = asked or getattr(torch, sums.dtype(str(wanted).removeprefix("torch."), path))
-            if events.decided.listeners:
-                _emit(sums, gradient, wanted, path, asked is not None)
-        found.append(wanted)
-    return found
-
-
-def _emit(
-    sums: gradient_sums.SumRules, gradient: torch.Tensor, wanted: torch.dtype, path: str | None, asked: bool
-) -> None:
-    used = str(wanted).removeprefix("torch.")
-    decision, told = sums.reported(path, used, asked)
-    given, shapes = decision_events.dtypes([gradient]), decision_events.shapes_of([gradient])
-    decision_events.emit(events.decided, decision, sums.policy, given, (used,), shapes, gradient, path, told)
+def _sum_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """The dtype in which gradients of the dtype `own` are sent and added."""
+    return (asked or torch.promote_types(own, torch.float32)) if own.is_floating_point else own
 
 
 def fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
