@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import equinox as eqx
 import haiku as hk
 import jax
@@ -11,6 +13,7 @@ import optax
 import pytest
 from contractions import contractions, contractions_of
 from flax import nnx
+from flax.errors import TraceContextError
 from jax_autocast import Transformer
 
 from xla_amp.jax import autocast
@@ -193,3 +196,146 @@ def test_an_nnx_training_step_as_a_whole():
     assert int(optimizer.step[...]) == 10
     assert losses[-1] < 0.5 * losses[0]
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
+
+
+class Counted(nnx.Module):
+    def __init__(self, rngs):
+        self.layer, self.drop = nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.norm, self.seen = nnx.BatchNorm(4, rngs=rngs), nnx.Variable(jnp.zeros((), int))
+        self.calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        self.seen[...] += 1
+        return self.norm(self.drop(self.layer(x)))
+
+
+def switched_to_evaluation(model, x):
+    model.eval()
+    return model(x)
+
+
+def given_attributes(model, x):
+    model.mode, model.bias = "wide", nnx.Param(2 * x[0])
+    del model.seen
+    return model.layer(x) + model.bias
+
+
+def given_a_submodule(model, x):
+    model.layer, model.before = nnx.Linear(4, 4, rngs=nnx.Rngs(3)), model.layer
+    return model.before(x)
+
+
+def popped(model, x):
+    model.kept = nnx.Intermediate(3 * x)
+    return model.layer(x), nnx.pop(model, nnx.Intermediate)
+
+
+def differentiated(model, x):
+    return nnx.grad(lambda model, x: (model(x) ** 2).sum())(model, x)
+
+
+def scanned(model, x):
+    return nnx.scan(lambda model, x: (model, model(x)), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(model, x)[1]
+
+
+def with_a_cache(model, x):
+    model.attention = nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0), decode=True)
+    model.attention.init_cache((1, 6, 4))
+    return model.attention(x[:1, None])
+
+
+MUTATING = (
+    switched_to_evaluation, given_attributes, given_a_submodule, popped, differentiated, scanned, with_a_cache
+)  # fmt: skip
+
+
+def described(model):
+    """What a module holds: static attributes, and each array by its path, with sums."""
+    arrays = {
+        jax.tree_util.keystr(path): (leaf.shape, leaf.dtype, float(jnp.abs(leaf.astype(jnp.float32)).sum()))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Not(nnx.RngState)))
+    }
+    static = {
+        (*path, name): value
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, nnx.Module)
+        for name, value in vars(node).items()
+        if isinstance(value, bool | int | str)
+    }
+    return static, arrays
+
+
+@pytest.mark.parametrize(
+    ("function", "wrapped"),
+    [
+        *((function, autocast) for function in MUTATING),
+        (switched_to_evaluation, lambda f: nnx.jit(autocast(f))),
+        (given_a_submodule, lambda f: autocast(nnx.jit(f))),
+    ],
+)
+def test_a_module_comes_back_as_from_nnx_jit(function, wrapped):
+    x = jnp.arange(8.0).reshape(2, 4)
+    model, expected = Counted(nnx.Rngs(0)), Counted(nnx.Rngs(0))
+    before = model.layer
+    nnx.jit(function)(expected, x)
+    wrapped(function)(model, x)
+    static, arrays = described(model)
+    expected_static, expected_arrays = described(expected)
+    assert static == expected_static
+    assert {name: each[:2] for name, each in arrays.items()} == {n: each[:2] for n, each in expected_arrays.items()}
+    for name, (*_, size) in arrays.items():
+        np.testing.assert_allclose(size, expected_arrays[name][2], rtol=2e-2, atol=2e-2)
+    assert before is (model.before if function is given_a_submodule else model.layer)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, x: autocast(model)(x),
+        lambda model, x: autocast(model.__call__)(x),
+        lambda model, x: autocast(functools.partial(model, x))(),
+        lambda model, x: autocast(lambda models, x: models[0](x))([model], x),
+        lambda model, x: nnx.jit(lambda model, x: autocast(model)(x))(model, x),
+        lambda model, x: nnx.grad(lambda model: autocast(model)(x).sum())(model),
+    ],
+    ids=["module", "method", "partial", "list", "inside jit", "inside grad"],
+)
+def test_a_module_that_is_called_is_changed(call):
+    model, x = Counted(nnx.Rngs(0)), jnp.arange(8.0).reshape(2, 4)
+    call(model, x)
+    assert (model.calls, int(model.seen[...])) == (1, 1)
+    assert float(jnp.abs(model.norm.mean[...]).sum()) > 0
+    call(model, x)
+    assert (model.calls, int(model.seen[...])) == (2, 2)
+
+
+def test_objects_that_come_back_are_the_ones_that_were_given():
+    model = Counted(nnx.Rngs(0))
+    same, layer, new = autocast(lambda model: (model, [model.layer], nnx.Linear(4, 2, rngs=nnx.Rngs(1))))(model)
+    assert (same is model, layer[0] is model.layer, isinstance(new, nnx.Linear)) == (True, True, True)
+
+
+def test_modules_of_a_vmap_are_changed():
+    models = nnx.vmap(lambda key: Counted(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+    nnx.vmap(autocast(switched_to_evaluation), in_axes=(0, None))(models, jnp.ones((2, 4)))
+    assert (models.drop.deterministic, models.calls, models.seen[...].tolist()) == (True, 1, [1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, x: autocast(lambda x: model(x))(x),
+        lambda model, x: jax.jit(autocast(model))(x),
+        lambda model, x: nnx.jit(lambda x: autocast(lambda model, x: model(x))(model, x))(x),
+    ],
+    ids=["closure", "module in a closure", "argument in a closure"],
+)
+def test_a_module_that_cannot_be_changed_stays_as_it_is(call):
+    model, x = Counted(nnx.Rngs(0)), jnp.ones((2, 4))
+    with pytest.raises(TraceContextError) as caught:
+        call(model, x)
+    assert any("autocast(lambda model, x: ...)(model, x)" in note for note in caught.value.__notes__)
+    assert (model.calls, int(model.seen[...]), model.layer.kernel.shape) == (0, 0, (4, 4))
+    layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))  # what changes nothing may be in a closure
+    assert jax.jit(autocast(layer))(x).dtype == jnp.float32

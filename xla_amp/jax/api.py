@@ -219,13 +219,14 @@ def _wrap(region: AutocastContext, function: Any) -> Any:
 
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
         """What runs low in a call with these arguments; traces the function and its backward pass."""
-        with compat.retraced(), events.capture() as records:
-            low = _Program(call, args, kwargs)
-        plain = _Program(function, args, kwargs)
-        saved = None
-        if not has_backward(plain.closed.jaxpr):
-            with contextlib.suppress(TypeError, ValueError, NotImplementedError):  # no derivative exists
-                saved = SavedBytes(low.saved_bytes(), plain.saved_bytes())
+        with modules.functionalized(function, args, kwargs) as lifted:
+            with compat.retraced(), events.capture() as records:
+                low = _Program(function, lifted._replace(function=region(lifted.function)))
+            plain = _Program(function, lifted)
+            saved = None
+            if not has_backward(plain.closed.jaxpr):
+                with contextlib.suppress(TypeError, ValueError, NotImplementedError):  # no derivative exists
+                    saved = SavedBytes(low.saved_bytes(), plain.saved_bytes())
         return summarize(records, is_contraction, saved)
 
     with contextlib.suppress(AttributeError, TypeError):
@@ -287,11 +288,12 @@ def _evaluate(region: AutocastContext, function: Any, args: Any, kwargs: Any) ->
     policy = settings.current_policy()
     # What a region inside of another one decides is not decided again by the outer one.
     inside = override_scope.is_traced_here()
-    with jax.named_scope(compat.REGION_SCOPE) if inside else contextlib.nullcontext():
+    scope = jax.named_scope(compat.REGION_SCOPE) if inside else contextlib.nullcontext()
+    with scope, modules.functionalized(function, args, kwargs) as lifted:
         if all(layer.layer == "builtin" for layer in policy.layers):
-            return _Program(function, args, kwargs, policy).run(settings)
+            return _Program(function, lifted, policy).run(settings)
         with effects.collect() as found:
-            result = _Program(function, args, kwargs, policy).run(settings)
+            result = _Program(function, lifted, policy).run(settings)
     effects.report(policy, found, "jaxpr", strict=region.strict)
     return result
 
@@ -302,21 +304,16 @@ def _is_dtype(value: Any) -> bool:
 
 
 class _Program:
-    """A function traced as written, for the arguments of one call.
+    """A function traced as written, for the arguments of one call, `lifted`.
 
     `policy`: whose rules will be applied, if any.
     """
 
-    def __init__(self, function: Any, args: Any, kwargs: Any, policy: Policy | None = None) -> None:
+    def __init__(self, function: Any, lifted: modules.Lifted, policy: Policy | None = None) -> None:
         self._policy = policy
         self._debug_info = compat.debug_info(function)
-        self._finish: Callable[[Any], Any] = lambda out: out
-        lifted = modules.functionalize(function, args, kwargs)
-        if lifted is not None:
-            function, args, self._finish = lifted
-            kwargs = {}
-        self._function = function
-        self._leaves, self._tree = jax.tree.flatten((args, kwargs))
+        self._function, self._finish = lifted.function, lifted.finish
+        self._leaves, self._tree = jax.tree.flatten((lifted.args, lifted.kwargs))
         self._indices = [index for index, leaf in enumerate(self._leaves) if compat.is_array(leaf)]
         self._values = [self._leaves[index] for index in self._indices]
         self._avals = [compat.typeof(value) for value in self._values]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 
@@ -15,46 +17,104 @@ from xla_amp.policy.module_patterns import joined
 
 # ---- modules and optimizers that a function mutates ------------------------------------------------------------------
 # Tracing must not write tracers into objects of the caller.  So the objects are split into a graph definition and
-# arrays, merged inside the traced function, and updated with the arrays that it returns.
+# arrays, merged inside the traced function, and updated with what it made of them: arrays, attributes and submodules,
+# as `nnx.jit` does it.
 
 
-def functionalize(function: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any], Any] | None:
-    """Turns a call that may mutate nnx objects into a pure one; None if no argument contains such an object.
+class Lifted(NamedTuple):
+    """A call as a pure one, of the state of its objects and its other arguments."""
 
-    Returns:
-        A function of the objects' state and the other arguments; these two; and a function that takes its result,
-        writes the new state to the objects and returns the result of `function`.
-    """
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    finish: Callable[[Any], Any]
+    """Takes the result of `function`, updates the objects and returns what the call returns."""
+
+
+@contextlib.contextmanager
+def functionalized(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
+    """A call that may mutate nnx objects: its arguments, or the module that it calls.  `Lifted` is valid inside."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
-        return None
+        yield Lifted(function, args, kwargs, _as_it_is)
+        return
 
     def is_object(node: Any) -> bool:
         return isinstance(node, nnx.Pytree | nnx.Variable)
 
-    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_object)
-    indices = [index for index, leaf in enumerate(leaves) if is_object(leaf)]
-    if not indices:
-        return None
-    objects = {str(index): leaves[index] for index in indices}
-    graph, arrays = nnx.split(objects)
+    called, rebuild = _opened(function, is_object)
+    leaves, tree = jax.tree.flatten((called, args, kwargs), is_leaf=is_object)
+    objects = {str(index): leaf for index, leaf in enumerate(leaves) if is_object(leaf)}
     others = [None if is_object(leaf) else leaf for leaf in leaves]
+    tag = object()
 
-    def pure(arrays: Any, others: list[Any]) -> tuple[Any, Any]:
-        merged = nnx.merge(graph, arrays)
-        filled = list(others)
-        for index in indices:
-            filled[index] = merged[str(index)]
-        positional, named = jax.tree.unflatten(tree, filled)
-        out = function(*positional, **named)
-        return out, nnx.state(merged)
+    def pure(arrays: Any, others: list[Any]) -> tuple[Any, Any, Any, bool]:
+        with nnx.merge_context(tag, True) as context:
+            merged = context.merge(graph, arrays)
+        before = nnx.graphdef(merged)
+        filled = [merged.get(str(index), other) for index, other in enumerate(others)]
+        called, positional, named = jax.tree.unflatten(tree, filled)
+        outs, out_tree = jax.tree.flatten(rebuild(called)(*positional, **named), is_leaf=is_object)
+        made = {str(index): out for index, out in enumerate(outs) if is_object(out)}
+        same = not made and before == nnx.graphdef(merged)
+        with nnx.split_context(tag) as context:
+            after, state = context.split((merged, made))
+        rest = jax.tree.unflatten(out_tree, [_Place() if is_object(out) else out for out in outs])
+        return rest, after, state, same
 
-    def finish(result: tuple[Any, Any]) -> Any:
-        out, state = result
-        nnx.update(objects, state)
-        return out
+    def finish(result: tuple[Any, Any, Any, bool]) -> Any:
+        rest, after, state, same = result
+        if same and all(new is old for new, old in zip(*map(jax.tree.leaves, (state, arrays)), strict=True)):
+            return rest  # a module of a closure may belong to another trace: it cannot be written to
+        nnx.update(objects, nnx.state(objects))  # raises for such a module; merging would leave it empty
+        with nnx.merge_context(tag, False) as context:
+            _, made = context.merge(after, state)
+        outs, out_tree = jax.tree.flatten(rest, is_leaf=lambda node: isinstance(node, _Place))
+        return jax.tree.unflatten(out_tree, [made.get(str(index), out) for index, out in enumerate(outs)])
 
-    return pure, (arrays, others), finish
+    with nnx.update_context(tag):
+        with nnx.split_context(tag) as context:
+            graph, arrays = context.split(objects)
+        try:
+            yield Lifted(pure, (arrays, others), {}, finish) if objects else Lifted(function, args, kwargs, _as_it_is)
+        except sys.modules["flax.errors"].TraceContextError as error:
+            error.add_note(_ARGUMENT)
+            raise
+
+
+_ARGUMENT: Final = (
+    "xla_amp.jax.autocast traces the function: what it changes of a module comes back where the module is an argument, "
+    "or what is called. Write autocast(lambda model, x: ...)(model, x), or autocast(model)(x)"
+)
+
+
+def _as_it_is(result: Any) -> Any:
+    return result
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a result has an object."""
+
+
+def _opened(function: Any, is_object: Callable[[Any], bool]) -> tuple[Any, Callable[[Any], Callable[..., Any]]]:
+    """What a function holds that it may mutate, and a function that makes it of another such.
+
+    A function may be an object, a method of one, a `functools.partial` with some, or one of these under `autocast`.
+    """
+    if is_object(function):
+        return function, lambda called: called
+    if isinstance(function, types.MethodType) and is_object(function.__self__):
+        return function.__self__, lambda called: types.MethodType(function.__func__, called)
+    if isinstance(function, functools.partial):
+        inner, rebuild = _opened(function.func, is_object)
+        parts = inner, function.args, function.keywords
+        return parts, lambda called: functools.partial(rebuild(called[0]), *called[1], **called[2])
+    if hasattr(function, "region") and hasattr(function, "__wrapped__"):
+        inner, rebuild = _opened(function.__wrapped__, is_object)
+        return inner, lambda called: function.region(rebuild(called))
+    return None, lambda called: function
 
 
 # ---- name scopes -----------------------------------------------------------------------------------------------------

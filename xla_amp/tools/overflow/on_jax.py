@@ -74,16 +74,14 @@ def find_overflow(
         raise StepError("find_overflow: called inside of a function that JAX traces; call it with concrete values")
     arguments = _nonfinite_paths((args, kwargs), "args")
     watch = _Watch()
-    lifted = modules.functionalize(function, args, kwargs)
-    if lifted is not None:
-        function, args, _ = lifted
-        kwargs = {}
-    with compat.retraced(), modules.named(), compat.set_current_trace(_WatchTrace(parent, watch)):
-        if lifted is not None:
-            args = jax.tree.map(lambda leaf: leaf, args)  # variables that belong to this trace
-        result = function(*args, **kwargs)
-    if lifted is not None:
-        result = result[0]
+    with (
+        modules.functionalized(function, args, kwargs) as lifted,
+        compat.retraced(),
+        modules.named(),
+        compat.set_current_trace(_WatchTrace(parent, watch)),
+    ):
+        args = jax.tree.map(lambda leaf: leaf, lifted.args)  # variables that belong to this trace
+        result = lifted.function(*args, **lifted.kwargs)
     jax.block_until_ready(result)
     if not watch.operations:
         raise StepError(
