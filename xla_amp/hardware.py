@@ -1,4 +1,4 @@
-"""This machine's processor."""
+"""This machine's processor, and which products a chip has."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ class Processor(NamedTuple):
     def multiplies_bfloat16(self) -> bool:
         """Whether it has instructions for products in bfloat16 (AVX512-BF16 or AMX)."""
         return "avx512_bf16" in self.flags or "amx_bf16" in self.flags
+
+
+def gpu_multiplies_bfloat16(compute_capability: str) -> bool:
+    """Whether a GPU has products in bfloat16: NVIDIA's from 8.0 on, all of AMD's (``gfx90a``) that JAX supports."""
+    major = compute_capability.partition(".")[0]
+    return not major.isdigit() or int(major) >= 8
 
 
 @functools.cache

@@ -19,6 +19,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert found["environment"]["JAX_PLATFORMS"] == "cpu"
     assert found["devices"].endswith("cpu (cpu)")
     assert found["conflicts"] == []
+    assert found["low"] == "bfloat16 by the policy tpu"
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,23 @@ def test_what_fits(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     versions = {"torch": "2.13.0+cpu", "jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda12-plugin": "0.10.2"}
     assert list(doctor.conflicts(versions, [["gpu", "NVIDIA H100", "9.0"]])) == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        ([["cpu", "cpu", ""]], "bfloat16 by the policy tpu"),
+        ([["gpu", "NVIDIA H100", "9.0"]], "float16 (JAX, StableHLO: bfloat16) by the policy gpu"),
+        ([["gpu", "NVIDIA A100", "8.0"], ["gpu", "Tesla V100", "7.0"]], "float16 (JAX, StableHLO: bfloat16)"),
+        ([["gpu", "Tesla V100", "7.0"]], "float16 by the policy gpu; bfloat16 needs a GPU of compute capability 8.0"),
+        ([["rocm", "AMD Instinct MI300X", "gfx942"]], "float16 (JAX, StableHLO: bfloat16)"),
+        ([["neuron", "trn2", ""]], ""),
+        ("JAX does not start: no plugin", ""),
+    ],
+)
+def test_the_low_dtypes_of_the_fronts(devices, said):
+    found = doctor.low_dtypes(devices)
+    assert found.startswith(said) if said else not found
 
 
 def test_a_jax_that_does_not_start(monkeypatch: pytest.MonkeyPatch):

@@ -110,7 +110,7 @@ def test_a_lost_gradient_is_reported(run, folder):
 def test_samples_keep_what_overflows(run, folder):
     np.savez(folder / "large.npz", X * 1e6, W)
     (folder / "square.mlir").write_text(jax.jit(lambda x, w: jnp.tanh(x @ w) @ w).lower(X, W).as_text())
-    base = ("convert", "square.mlir", "--policy", "gpu", "-o", "low.mlir")
+    base = ("convert", "square.mlir", "--policy", "gpu", "--dtype", "float16", "-o", "low.mlir")
     products = []
     for more in ((), ("--inputs", "samples.npz"), ("--inputs", "samples.npz", "--inputs", "large.npz")):
         assert run(*base, *more)[0] == 0

@@ -29,7 +29,7 @@ def test_show_lists_every_rule(run, name):
     assert (status, err) == (0, "")
     policy = load(name)
     head, _, table = out.partition("\n\n")
-    assert head.startswith(f"{name}: low = {policy.low}, may be {' or '.join(policy.dtypes)}.")
+    assert head.startswith(f"{name}: low = {policy.named_low}, may be {' or '.join(policy.dtypes)}.")
     header, rule, *rows = table.splitlines()
     assert header.split() == ["cast", "layer", "rule", "operations", "why"]
     assert set(rule) == {"-", " "}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import warnings
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from contractions import contractions
 from jax import export, lax
 
 import xla_amp
-from xla_amp.errors import PolicyError, UnsupportedDtypeError
+from xla_amp.errors import AutocastWarning, PolicyError, UnsupportedDtypeError
 from xla_amp.jax import autocast
 
 LOW, WIDE = ("bf16", "bf16"), ("f32", "f32")
@@ -279,7 +281,29 @@ def test_spellings_of_a_dtype_and_the_dtype_of_a_policy():
     x, spellings = jnp.ones((2, 2)), (jnp.bfloat16, "bfloat16", np.dtype(jnp.bfloat16), jnp.dtype("bfloat16"))
     for dtype in spellings:
         assert "bf16" in str(jax.make_jaxpr(autocast(jnp.matmul, dtype=dtype))(x, x))
-    assert "f16" in str(jax.make_jaxpr(autocast(jnp.matmul, policy="gpu"))(x, x)).replace("bf16", "")
+    for policy, kind in (("cuda", "float16"), ("gpu", "bfloat16"), ("tpu", "bfloat16")):
+        eqns = jax.make_jaxpr(autocast(jnp.matmul, policy=policy))(x, x).eqns
+        assert {str(var.aval.dtype) for eqn in eqns for var in eqn.outvars} - {"float32"} == {kind}
+
+
+class Gpu(NamedTuple):
+    compute_capability: str
+
+
+@pytest.mark.parametrize("policy", [None, "default", "gpu"])
+@pytest.mark.parametrize(("capability", "low"), [("7.5", "float16"), ("8.0", "bfloat16"), ("12.0", "bfloat16")])
+def test_the_low_dtype_on_a_gpu_is_bfloat16_where_it_multiplies_it(monkeypatch, policy, capability, low):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [Gpu(capability)])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        settings = autocast(lambda x: x).region.settings() if policy is None else autocast(policy=policy).settings()
+        for asked in ("bfloat16", "float16"):
+            assert autocast(lambda x: x, policy=policy, dtype=asked).region.settings().low == asked
+    assert (settings.low, settings.policy.name) == (low, "gpu")
+    said = {str(warning.message) for warning in seen if warning.category is AutocastWarning}
+    assert len(said) == (low == "float16")
+    assert all("7.5" in text and "LossScale.dynamic()" in text for text in said)
 
 
 def test_a_wrapped_function_keeps_its_name_and_shows_its_settings():

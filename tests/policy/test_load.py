@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from xla_amp.errors import PolicyError, XlaAmpError
-from xla_amp.policy import BUILTIN, load
+from xla_amp.policy import BUILTIN, load, resolve
 from xla_amp.policy.load import default_name
 
 ROW = '[[rule]]\noperations = ["gelu"]\ncast = "fp32"\n'
@@ -39,6 +39,25 @@ def test_builtin_names_load_once_and_are_named_so(name):
 
 def test_default_policy_of_a_platform():
     assert [default_name(each) for each in ("cpu", "tpu", "gpu", "CUDA", "rocm")] == ["tpu", "tpu", "gpu", "gpu", "gpu"]
+
+
+def test_low_dtypes_of_the_fronts_differ_for_a_gpu_only(tmp_path):
+    assert {name: load(name).jax_low for name in BUILTIN if load(name).jax_low != load(name).low} == {"gpu": "bfloat16"}
+    gpu = load("gpu")
+    assert (gpu.low, gpu.named_low) == ("float16", "float16 (JAX, StableHLO: bfloat16)")
+    assert (resolve("gpu", {"exp": "low"}).jax_low, load("tpu").named_low) == ("bfloat16", "bfloat16")
+    assert pickle.loads(pickle.dumps(gpu)) == gpu
+    files = {
+        'extends = "gpu"\n': ("float16", "bfloat16"),
+        'extends = "gpu"\nlow = "float16"\n': ("float16", "float16"),
+        'low = "float16"\n': ("float16", "float16"),
+        'low = "bfloat16"\njax_low = "float16"\ndtypes = ["bfloat16", "float16"]\n': ("bfloat16", "float16"),
+    }
+    for number, (text, low) in enumerate(files.items()):
+        policy = load(write(tmp_path, text + ROW, f"{number}.toml"))
+        assert (policy.low, policy.jax_low) == low, text
+    with pytest.raises(PolicyError, match=r"jax_low = 'bfloat16' is not in dtypes = \['float16'\]; add it there"):
+        load(write(tmp_path, 'low = "float16"\njax_low = "bfloat16"\n' + ROW))
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_two_rules_that_agree_are_fine_and_an_exception_goes_into_a_later_layer(
 
 
 def test_the_file_of_the_environment_may_only_hold_rules(monkeypatch, tmp_path):
-    for line in ('extends = "gpu"', 'low = "float16"', 'dtypes = ["float16"]'):
+    for line in ('extends = "gpu"', 'low = "float16"', 'jax_low = "float16"', 'dtypes = ["float16"]'):
         path = tmp_path / "policy.toml"
         path.write_text(line + "\n")
         os.utime(path, ns=(len(line), len(line)))

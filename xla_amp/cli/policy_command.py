@@ -73,9 +73,9 @@ def _show(arguments: argparse.Namespace) -> Answer:
         for rule in layer.rules
     ]
     if arguments.json:
-        document = {"name": policy.name, "low": policy.low, "dtypes": list(policy.dtypes), "summary": policy.summary}
-        return common.as_json({**document, "source": policy.source, "rules": rows}), 0
-    head = f"{policy.name}: low = {policy.low}, may be {' or '.join(policy.dtypes)}. {policy.summary}".rstrip()
+        header = ("name", "low", "jax_low", "dtypes", "summary", "source")
+        return common.as_json({**{key: getattr(policy, key) for key in header}, "rules": rows}), 0
+    head = f"{policy.name}: low = {policy.named_low}, may be {' or '.join(policy.dtypes)}. {policy.summary}".rstrip()
     lines = [[str(row[key]) for key in ("cast", "layer", "rule", "why")] for row in rows]
     listed = [_shortened(rule.operations) for rule in policy.rules]
     lines = [[*line[:3], operations, line[3]] for line, operations in zip(lines, listed, strict=True)]
@@ -130,7 +130,7 @@ def _check(arguments: argparse.Namespace) -> Answer:
     except PolicyError as error:
         return str(error), 1
     own = [rule for layer in policy.layers if layer.layer == "file" for rule in layer.rules]
-    named = f"policy {policy.name!r}, low = {policy.low}"
+    named = f"policy {policy.name!r}, low = {policy.named_low}"
     return f"{file}: ok, {named}, {_count(own)} in the file, casts {len(policy.operations())} operations", 0
 
 
@@ -140,7 +140,7 @@ def _is_policy(file: Path) -> bool:
         header = files.parsed(tomllib.loads, read_file(file))
     except ValueError:
         return True
-    return not header.keys().isdisjoint(("dtypes", "extends", "low"))
+    return not header.keys().isdisjoint(("dtypes", "extends", "jax_low", "low"))
 
 
 def _count(rules: Sequence[object]) -> str:

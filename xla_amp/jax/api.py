@@ -162,9 +162,11 @@ def autocast(
         function: any function of pytrees: a loss, a model's ``apply``, a whole training step.  None returns a
             decorator; ``with autocast(enabled=False):`` keeps a block as it is written.
         policy: a built-in name, a path to a TOML file, or a `xla_amp.policy.Policy`.  None is the platform's default:
-            ``tpu`` (bfloat16) for TPU and CPU, ``gpu`` (float16) for GPU.
+            ``tpu`` for TPU and CPU, ``gpu`` for GPU.
         rules: rules on top of the policy, ``{"tanh": "fp32", "module:*.router": "fp32"}``.
-        dtype: the low dtype, ``jnp.bfloat16`` or ``jnp.float16``; None is the policy's.
+        dtype: the low dtype, ``jnp.bfloat16`` or ``jnp.float16``; None is the policy's, bfloat16 for ``tpu`` and
+            ``gpu``; on a GPU that does not multiply it (compute capability below 8.0) float16 and an
+            `AutocastWarning`.
         enabled: False switches mixed precision off inside, also within a function that is under autocast.
         carry: ``"keep"``: loops carry the dtypes that they were written with; ``"low"``: float32 arrays that the body
             computes in the low dtype are carried in it.

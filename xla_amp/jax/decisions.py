@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xla_amp import hardware
 from xla_amp import policy as policies
 from xla_amp.common import events
 from xla_amp.common.types import LOW_DTYPES, Cast
-from xla_amp.errors import PolicyError, UnsupportedDtypeError
+from xla_amp.errors import AutocastWarning, PolicyError, UnsupportedDtypeError
 from xla_amp.jax import compat
 from xla_amp.jax.primitives import info
 from xla_amp.policy import Decision, Policy, PolicyLike, op_catalog
@@ -93,7 +94,7 @@ def resolve_settings(
 
 def _low_dtype(policy: Policy, dtype: Any) -> Any:
     if dtype is None:
-        return jnp.dtype(policy.low)
+        return jnp.dtype(policy.jax_low if policy.jax_low == policy.low or _has_bfloat16() else policy.low)
     try:
         name = np.dtype(dtype).name
     except TypeError:
@@ -105,6 +106,21 @@ def _low_dtype(policy: Policy, dtype: Any) -> Any:
             "one that offers it"
         )
     return jnp.dtype(name)
+
+
+def _has_bfloat16() -> bool:
+    if jax.default_backend() != "gpu":
+        return True
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
+    if hardware.gpu_multiplies_bfloat16(capability):
+        return True
+    events.warn(
+        f"this GPU (compute capability {capability}) does not multiply bfloat16, so the low dtype is float16, whose "
+        "gradients need a loss scale: xla_amp.jax.value_and_grad(f)(LossScale.dynamic(), ...). dtype='float16' says "
+        "that you know, dtype='bfloat16' is slow here",
+        AutocastWarning,
+    )
+    return False
 
 
 def ban_error(primitive: str, decision: Decision) -> PolicyError:

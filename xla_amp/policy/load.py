@@ -1,8 +1,8 @@
 """Read policies from TOML; the built-in tables and a user's file share one format and one reader.
 
-Header: ``name``, ``low``, ``dtypes``, ``extends``, ``summary``, ``source``.  Rows: ``[[rule]]`` with ``operations``,
-``cast``, ``why``, ``source`` and optionally ``note``.  A built-in table must give all of them, sorted, with exact
-names; in a user's file only ``operations`` and ``cast`` are needed (docs/policy.md).
+Header: ``name``, ``low``, ``jax_low``, ``dtypes``, ``extends``, ``summary``, ``source``.  Rows: ``[[rule]]`` with
+``operations``, ``cast``, ``why``, ``source`` and optionally ``note``.  A built-in table must give all of them, sorted,
+with exact names; in a user's file only ``operations`` and ``cast`` are needed (docs/policy.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ BUILTIN: Final = ("cautious", "cpu", "cuda", "gpu", "hpu", "lean", "mps", "torch
 DEFAULT: Final = "default"
 """Where a front takes a policy: the device's own, as without one (`default_name`)."""
 
-_HEADER: Final = ("dtypes", "extends", "low", "name", "source", "summary")
+_HEADER: Final = ("dtypes", "extends", "jax_low", "low", "name", "source", "summary")
+_OPTIONAL: Final = ("extends", "jax_low")
 _ROW: Final = ("cast", "note", "operations", "source", "why")
 _CAST_SPELLINGS: Final = {
     "lower": "low",
@@ -141,7 +142,7 @@ def rules_from_file(path: Path, _mtime: int, _size: int) -> RuleLayer:
     """The rows of a file that is layered on every policy; it may not set a low dtype."""
     file = str(path)
     header, layer = _parse(file, read_file(path), "file")
-    for key in ("dtypes", "extends", "low"):
+    for key in ("dtypes", "extends", "jax_low", "low"):
         if key in header:
             _fail(
                 file, f"{key} has no effect in a file layered on other policies; remove it, or pass the file as policy="
@@ -176,11 +177,14 @@ def _policy(file: str, text: str, layer: Layer) -> Policy:
     if low is None:
         _fail(file, 'low is missing: add low = "bfloat16" or low = "float16", or extends = "tpu"')
     dtypes = header.get("dtypes", parent.dtypes if parent and low in parent.dtypes else (low,))
-    if low not in dtypes:
-        _fail(file, f"low = {low!r} is not in dtypes = {list(dtypes)}; add it there")
+    jax_low = header.get("jax_low", parent.jax_low if parent and "low" not in header else low)
+    for key, dtype in (("low", low), ("jax_low", jax_low)):
+        if dtype not in dtypes:
+            _fail(file, f"{key} = {dtype!r} is not in dtypes = {list(dtypes)}; add it there")
     return Policy(
         name=header.get("name", Path(file).stem),
         low=low,
+        jax_low=jax_low,
         dtypes=tuple(dtypes),
         layers=(*parent.layers, rules) if parent else (rules,),
         summary=header.get("summary", ""),
@@ -208,13 +212,14 @@ def _parse(file: str, text: str, layer: Layer) -> tuple[dict[str, Any], RuleLaye
 
 def _check_header(file: str, header: dict[str, Any], *, complete: bool) -> None:
     _check_keys(file, header, _HEADER, what="header key")
-    if complete and (missing := [key for key in _HEADER if key not in header and key != "extends"]):
+    if complete and (missing := [key for key in _HEADER if key not in header and key not in _OPTIONAL]):
         _fail(file, f"the header lacks {', '.join(missing)}")
     for key in ("extends", "name", "source", "summary"):
         if key in header and not isinstance(header[key], str):
             _fail(file, f"{key} must be a string, got {header[key]!r}")
-    if "low" in header:
-        _check_dtype(file, "low", header["low"])
+    for key in ("low", "jax_low"):
+        if key in header:
+            _check_dtype(file, key, header[key])
     if "dtypes" in header:
         if not isinstance(header["dtypes"], list) or not header["dtypes"]:
             _fail(file, f'dtypes must be a list, e.g. ["bfloat16"], got {header["dtypes"]!r}')

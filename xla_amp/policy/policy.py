@@ -218,7 +218,9 @@ class Policy:
 
     name: str
     low: LowDtype
-    """Default low dtype."""
+    """Default low dtype; of the PyTorch front, if `jax_low` is another."""
+    jax_low: LowDtype
+    """Default low dtype of the JAX and StableHLO fronts."""
     dtypes: tuple[LowDtype, ...]
     """Low dtypes that a region may choose."""
     layers: tuple[RuleLayer, ...]
@@ -236,7 +238,7 @@ class Policy:
     def __post_init__(self) -> None:
         fields: dict[str, Any] = {"_decisions": {}, "_reach": {}}
         fields["by_module"] = any(layer._module_patterns for layer in self.layers)
-        fields["_hash"] = hash((self.name, self.low, self.dtypes, self.layers))
+        fields["_hash"] = hash((self.name, self.low, self.jax_low, self.dtypes, self.layers))
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
@@ -262,8 +264,13 @@ class Policy:
                 for rule in layer.rules
             ],
         )
-        head = f"Policy {self.name}, low {self.low}, which may be {' or '.join(self.dtypes)}. {self.summary}"
+        head = f"Policy {self.name}, low {self.named_low}, which may be {' or '.join(self.dtypes)}. {self.summary}"
         return f"<p>{html.escape(head)}</p>{table._repr_html_()}"
+
+    @property
+    def named_low(self) -> str:
+        """The default low dtypes in words: ``"bfloat16"``, or ``"float16 (JAX, StableHLO: bfloat16)"``."""
+        return self.low if self.jax_low == self.low else f"{self.low} (JAX, StableHLO: {self.jax_low})"
 
     @property
     def rules(self) -> tuple[Rule, ...]:

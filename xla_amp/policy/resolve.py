@@ -69,6 +69,7 @@ def _effective(base: Policy, layers: tuple[RuleLayer, ...]) -> Policy:
     return Policy(
         name=base.name,
         low=base.low,
+        jax_low=base.jax_low,
         dtypes=base.dtypes,
         layers=layers,
         summary=base.summary,

@@ -18,6 +18,9 @@ from typing import Any, Final
 
 from xla_amp import hardware
 from xla_amp.common import config
+from xla_amp.errors import PolicyError
+from xla_amp.policy import load
+from xla_amp.policy.load import default_name
 from xla_amp.tools.explain.page import Page, Report, Section
 
 LIBRARIES: Final = (
@@ -69,6 +72,8 @@ class Diagnosis(Report):
     """The folder of compiled programs, with its size."""
     environment: Mapping[str, str]
     """Variables that change what is computed, compiled or found."""
+    low: str = ""
+    """The default low dtypes and policy on the first device; empty where there is none."""
     conflicts: tuple[tuple[str, str], ...] = ()
     """(what does not fit together, what to do)."""
 
@@ -84,6 +89,7 @@ class Diagnosis(Report):
                 "system": platform.platform(),
                 "processor": self.processor,
                 "devices": self.devices,
+                **({"low dtype": self.low} if self.low else {}),
                 "compiled programs": self.cache,
                 "environment": variables or "none of the variables that matter is set",
             },
@@ -108,6 +114,7 @@ def diagnose() -> Diagnosis:
         devices=_shown(devices),
         cache=_cache(),
         environment={name: value for name, value in sorted(os.environ.items()) if value and name.startswith(_PREFIXES)},
+        low=low_dtypes(devices),
         conflicts=tuple(conflicts(versions, devices)),
     )
 
@@ -146,6 +153,20 @@ def _shown(devices: list[list[str]] | str) -> str:
         return devices
     kinds = {f"{place} ({kind}{f', {capability}' if capability else ''})" for place, kind, capability in devices}
     return f"{len(devices)}: {', '.join(sorted(kinds))}"
+
+
+def low_dtypes(devices: list[list[str]] | str) -> str:
+    """The default low dtypes and policy of the fronts on the first of the devices; empty where there is none."""
+    if isinstance(devices, str) or not devices:
+        return ""
+    platform, _, capability = devices[0]
+    try:
+        policy = load(default_name(platform))
+    except PolicyError:  # a plugin's platform, for which a policy is named
+        return ""
+    if policy.jax_low == policy.low or hardware.gpu_multiplies_bfloat16(capability):
+        return f"{policy.named_low} by the policy {policy.name}"
+    return f"{policy.low} by the policy {policy.name}; bfloat16 needs a GPU of compute capability 8.0"
 
 
 def _cache() -> str:

@@ -52,7 +52,8 @@ def test_checks_can_fail() -> None:
 @pytest.mark.parametrize("name", ["mlp step", "recurrent step", "block step"])
 def test_float16_by_the_rules_for_gpu(name: str) -> None:
     case = corpus.CASES[name]
-    converted = autocast(corpus.lowered(case), policy="gpu")
+    assert autocast(corpus.lowered(case), policy="gpu").report.low == "bfloat16"
+    converted = autocast(corpus.lowered(case), policy="gpu", dtype="float16")
     assert converted.report.low == "float16"
     assert checks.wide_contractions(converted.module) == []
     assert list(checks.low_denied(converted.module, "gpu", "f16")) == []

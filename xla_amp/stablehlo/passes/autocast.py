@@ -79,7 +79,7 @@ def autocast(
             ``jax.export.export(f)(...)`` or `xla_amp.export`, text or bytes of any format, or a path.  It is not
             changed.
         policy: name, path or `Policy`; default ``tpu``.
-        dtype: low dtype, ``"bfloat16"`` or ``"float16"``; default the policy's.
+        dtype: low dtype, ``"bfloat16"`` or ``"float16"``; default the policy's `jax_low`.
         rules: rules on top of the policy, ``{"tanh": "fp32"}``.
         keep_io: True keeps the dtypes of arguments and results.  False: float32 arguments that only low operations
             read become low, and so do results that are computed low.
@@ -245,7 +245,7 @@ def as_program(module: Any) -> Program:
 
 def _low(dtype: Any, policy: Policy) -> LowDtype:
     if dtype is None:
-        return policy.low
+        return policy.jax_low
     name = dtype if isinstance(dtype, str) else getattr(np.dtype(dtype), "name", "")
     name = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "half": "float16"}.get(name, name)
     for low in LOW_DTYPES:

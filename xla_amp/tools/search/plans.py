@@ -39,7 +39,8 @@ def policy(
 def _policy(found: tuple[Rule, ...], low: LowDtype) -> Policy:
     base = load_policy(BASE)
     layer = check(RuleLayer(layer="file", origin=MEASURED, rules=found))
-    return Policy(name="searched", low=low, dtypes=base.dtypes, layers=(*base.layers, layer), source=MEASURED)
+    layers = (*base.layers, layer)
+    return Policy(name="searched", low=low, jax_low=low, dtypes=base.dtypes, layers=layers, source=MEASURED)
 
 
 def to_toml(found: Policy, summary: str, lines: Sequence[str] = ()) -> str:
