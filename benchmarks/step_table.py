@@ -8,8 +8,13 @@
 
 Each peer runs in a separate process, in a separate environment if it needs one (docs/benchmarks.md).  Peers alternate,
 so that a drift of the machine affects all.  A turn is one step, or `--turn` steps, of which the first is not counted:
-it runs with cold caches and with threads of the previous peer that still spin.  Writes medians to
-benchmarks/results/steps.{json,md} (and .png), with the date, the machine and the versions.
+it runs with cold caches and with threads of the previous peer that still spin.  Each of these steps is waited for; in
+the first three turns then comes a run of `--run` steps that is waited for once, as in training: a step's share of it is
+the throughput.  Writes medians to benchmarks/results/steps.{json,md} (and .png), with the date, the machine and the
+versions.
+
+On a GPU, `--side-by-side --programs FOLDER --kernels --limit 200` starts torch's compilers beside XLA's, keeps programs
+on disk and starts each peer once more with them, lists the kernels of a step, and ends after about 200 seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +26,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +37,12 @@ from workloads import WORKLOADS
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parent / "build"
+RUNS = 3
+"""Turns that have a run of steps, too."""
+NAMED = 12
+"""Kernels of a peer in the table."""
+START, TURNS = 0.6, 0.8
+"""Of a limit: the share after which a peer that has not started is left out, and after which no turn begins."""
 
 
 class Peer(NamedTuple):
@@ -40,6 +53,12 @@ class Peer(NamedTuple):
     option: str
     python: Path = Path(sys.executable)
     environment: Mapping[str, str] = {}
+
+    def with_programs(self, folder: Path) -> Peer:
+        """The same, with its compiler's programs on disk; captured steps run those of recorded ones."""
+        own = folder / f"{self.module}-{'bf16' if self.option == 'captured' else self.option}"
+        names = ("XLA_AMP_CACHE", "JAX_COMPILATION_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+        return self._replace(environment={**self.environment, **dict.fromkeys(names, str(own))})
 
 
 _TORCH_XLA = BUILD / "torch-xla-2.9" / "bin" / "python"
@@ -73,9 +92,15 @@ class _Figure(NamedTuple):
 
 
 FIGURES = (
-    _Figure("step ms", "step", "{:.1f}", 1e3),
-    _Figure("host ms", "host", "{:.2f}", 1e3),
+    _Figure("throughput ms", "run", "{:.1f}", 1e3),
+    _Figure("its host ms", "run_host", "{:.2f}", 1e3),
+    _Figure("waited step ms", "step", "{:.1f}", 1e3),
+    _Figure("its host ms", "host", "{:.2f}", 1e3),
+    _Figure("first step s", "cold", "{:.1f}"),
+    _Figure("with programs s", "warm", "{:.1f}"),
     _Figure("first steps s", "start", "{:.1f}"),
+    _Figure("kernels ms", "kernel_ms", "{:.1f}"),
+    _Figure("kernels", "kernels", "{:.0f}"),
     _Figure("executables", "executions", "{:g}"),
     _Figure("host syncs", "host_syncs", "{:g}"),
     _Figure("step MiB", "step_bytes", "{:.0f}", 2**-20),
@@ -95,7 +120,7 @@ class Contestant:
             "PYTHONWARNINGS": "ignore",
         }
         environment |= peer.environment
-        environment.pop("PYTHONPATH", None)
+        environment["PYTHONPATH"] = str(HERE.parent)  # the tree that is measured
         cores = sorted(os.sched_getaffinity(0))[:threads]
         # A pipe that is not read would fill up.
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
@@ -110,7 +135,7 @@ class Contestant:
         )
 
     def ask(self, question: str) -> dict[str, Any]:
-        """The answer to "step" or "facts".
+        """The answer to a request (`peer`).
 
         Raises:
             RuntimeError: the process has ended; the message is the last line of its error output.
@@ -129,44 +154,134 @@ class Contestant:
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def close(self) -> None:
-        """End the process."""
+    def kill(self) -> None:
+        """End the process; a request that waits for it fails."""
         self._process.kill()
+
+    def close(self) -> None:
+        """End the process, and forget it."""
+        self.kill()
         self._process.communicate()
         self._errors.close()
 
 
-def race(workload: str, names: list[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Results of each peer on a workload: medians, or ``{"failed": why}``."""
-    records: dict[str, dict[str, Any]] = {}
-    running: dict[str, Contestant] = {}
-    try:
+class Race:
+    """The peers of one workload: their processes, and what is known of each."""
+
+    def __init__(self, workload: str, options: argparse.Namespace) -> None:
+        self.workload, self.options = workload, options
+        self.records: dict[str, dict[str, Any]] = {name: {} for name in options.peers}
+        self.running: dict[str, Contestant] = {}
+        self._began = time.monotonic()
+
+    def over(self, share: float) -> bool:
+        """Whether this share of the limit has passed."""
+        return time.monotonic() - self._began > share * self.options.limit
+
+    def _peer(self, name: str) -> Peer:
+        options = self.options
+        if options.programs is None:
+            return PEERS[name]
+        return PEERS[name].with_programs(options.programs / options.size / self.workload)
+
+    def contestant(self, name: str) -> Contestant:
+        """A new process of a peer."""
+        return Contestant(self._peer(name), self.workload, self.options.size, self.options.threads)
+
+    def start(self, names: Iterable[str]) -> None:
+        """First steps of peers, one after another: a compiler uses the whole machine, or half of it."""
         for name in names:
-            if not PEERS[name].python.exists():
-                records[name] = {"failed": f"no environment {PEERS[name].python}"}
-                continue
-            contestant = running[name] = Contestant(PEERS[name], workload, options.size, options.threads)
-            try:  # one at a time: compilers use the whole machine
-                records[name] = {"start": sum(contestant.ask("step")["step"] for _ in range(3))}
-                contestant.ask("step")
-            except RuntimeError as error:
-                records[name] = {"failed": str(error)[:200]}
-                running.pop(name).close()
-        samples: dict[str, list[dict[str, Any]]] = {name: [] for name in running}
-        for _ in range(options.rounds):
-            for name, contestant in running.items():
-                turn = [contestant.ask("step") for _ in range(options.turn)]
+            record, peer = self.records[name], self._peer(name)
+            late = f"not started within {START * self.options.limit:.0f} s"
+            if not peer.python.exists():
+                record["failed"] = f"no environment {peer.python}"
+            elif self.over(START):
+                record["failed"] = late
+            else:
+                with_programs = Path(peer.environment.get("XLA_AMP_CACHE", os.devnull)).is_dir()
+                contestant = self.running[name] = self.contestant(name)
+                stop = threading.Timer(min(self._left(START), threading.TIMEOUT_MAX), contestant.kill)
+                stop.start()
+                try:
+                    seconds = [contestant.ask("step")["step"] for _ in range(3)]
+                    record |= {"warm" if with_programs else "cold": seconds[0], "start": sum(seconds)}
+                    contestant.ask("step")
+                except RuntimeError as error:
+                    record["failed"] = late if self.over(START) else str(error)[:200]
+                    self.running.pop(name).close()
+                finally:
+                    stop.cancel()
+
+    def _left(self, share: float) -> float:
+        return self._began + share * self.options.limit - time.monotonic()
+
+    def start_all(self) -> None:
+        """All peers, torch's own beside the others with `--side-by-side`."""
+        names = list(self.records)
+        torchs = [name for name in names if self.options.side_by_side and PEERS[name].module == "native"]
+        beside = threading.Thread(target=self.start, args=(torchs,))
+        beside.start()
+        self.start([name for name in names if name not in torchs])
+        beside.join()
+        self.running = {name: self.running[name] for name in names if name in self.running}
+
+    def turns(self) -> None:
+        """Peers take turns; medians of the steps and of the runs."""
+        samples: dict[str, list[dict[str, Any]]] = {name: [] for name in self.running}
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in self.running}
+        for number in range(self.options.rounds):
+            if number and self.over(TURNS):
+                break
+            for name, contestant in self.running.items():
+                turn = [contestant.ask("step") for _ in range(self.options.turn)]
                 samples[name] += turn[1:] or turn
-        for name, contestant in running.items():
-            records[name] |= {
-                key: None if samples[name][0][key] is None else statistics.median(s[key] for s in samples[name])
-                for key in ("step", "host")
-            }
-            records[name] |= contestant.ask("facts")
-    finally:
-        for contestant in running.values():
+                if number < RUNS and self.options.run:
+                    runs[name].append(contestant.ask(f"steps {self.options.run}"))
+        for name, record in self.records.items():
+            for found in (samples.get(name), runs.get(name)):
+                record |= {key: _median(each[key] for each in found) for key in found[0]} if found else {}
+
+    def facts(self) -> None:
+        """Memory and counts of each peer, and its kernels; then its process ends."""
+        for name, contestant in self.running.items():
+            try:
+                self.records[name] |= contestant.ask("kernels") if self.options.kernels else {}
+                self.records[name] |= contestant.ask("facts")
+            except RuntimeError as error:
+                self.records[name]["failed"] = f"after its turns: {str(error)[:180]}"
             contestant.close()
-    return records
+
+    def start_again(self) -> None:
+        """First steps with the programs that the first start left on disk, if it did."""
+        if self.options.programs is None:
+            return
+        for name in self.running:
+            if "warm" in self.records[name] or self.over(1):
+                continue
+            contestant = self.contestant(name)
+            try:
+                self.records[name]["warm"] = contestant.ask("step")["step"]
+            except RuntimeError as error:
+                self.records[name]["failed"] = f"second start: {str(error)[:180]}"
+            finally:
+                contestant.close()
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def race(workload: str, options: argparse.Namespace, save: Callable[[Mapping[str, Any]], None]) -> None:
+    """Gives `save` the results of each peer on a workload, medians or ``{"failed": why}``, whenever there are more."""
+    found = Race(workload, options)
+    try:
+        for phase in (found.start_all, found.turns, found.facts, found.start_again):
+            phase()
+            save(found.records)
+    finally:
+        for contestant in found.running.values():
+            contestant.close()
 
 
 def first_steps(workload: str, options: argparse.Namespace) -> tuple[str, ...]:
@@ -185,31 +300,49 @@ def first_steps(workload: str, options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def rows(results: Mapping[str, Mapping[str, Mapping[str, Any]]], size: str) -> list[tuple[str, ...]]:
-    """The table, with each step's time relative to torch's own autocast."""
+    """The table, with each step's throughput relative to torch's own autocast."""
     lines = []
     for workload, records in results.items():
-        base = records.get("torch autocast", {}).get("step")
+        base = records.get("torch autocast", {}).get("run")
         for name, record in records.items():
             cells = [
                 figure.text.format(figure.factor * record[figure.key]) if record.get(figure.key) is not None else "-"
                 for figure in FIGURES
             ]
-            ratio = f"{record['step'] / base:.2f}" if base and record.get("step") else "-"
+            ratio = f"{record['run'] / base:.2f}" if base and record.get("run") else "-"
             label = f"{workload}: {WORKLOADS[size][workload].shape}"  # type: ignore[index]
             lines.append((label, name, *cells, ratio, str(record.get("failed", ""))))
     return lines
+
+
+def kernel_rows(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[tuple[str, ...]]:
+    """The kernels of a step that take longest, of each peer that named them."""
+    return [
+        (workload, name, f"{milliseconds:.2f}", f"{count:g}", f"`{kernel[:80]}`")
+        for workload, records in results.items()
+        for name, record in records.items()
+        for milliseconds, count, kernel in record.get("names", ())[:NAMED]
+    ]
 
 
 def main() -> None:
     """Run all peers on all workloads and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--size", choices=list(WORKLOADS), default="small", help="tiny: the host's time; small: for two cores (default)"
+        "--size",
+        choices=list(WORKLOADS),
+        default="small",
+        help="dry: does it work; tiny: the host's time; small: for two cores (default)",
     )
     parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS["small"]), default=list(WORKLOADS["small"]))
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant")
     parser.add_argument("--turn", type=int, default=1, help="steps of a turn; the first of several is not counted")
+    parser.add_argument("--run", type=int, default=20, help="steps that are waited for once, in the first three turns")
+    parser.add_argument("--side-by-side", action="store_true", help="torch's peers start beside the others")
+    parser.add_argument("--programs", type=Path, help="folder of programs; each peer starts a second time with them")
+    parser.add_argument("--kernels", action="store_true", help="also those of a step, on a GPU")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds of a workload, about")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="cores that all are pinned to")
     parser.add_argument("--name", default="steps", help="of the files in benchmarks/results")
     parser.add_argument(
@@ -229,10 +362,18 @@ def main() -> None:
     for workload in options.workloads:
         if workload not in WORKLOADS[options.size]:
             continue
-        results[workload] = results.get(workload, {}) | race(workload, options.peers, options)
-        write_json(options.name, {"size": options.size, "threads": options.threads, "results": results})
+        kept = results.get(workload, {})
+
+        def save(records: Mapping[str, Any], workload: str = workload, kept: Mapping[str, Any] = kept) -> None:
+            results[workload] = {**kept, **records}
+            write_json(options.name, {"size": options.size, "threads": options.threads, "results": results})
+
+        race(workload, options, save)
     headings = ("workload", "how", *(figure.heading for figure in FIGURES), "/ torch autocast", "")
     write_markdown(options.name, headings, rows(results, options.size), __doc__.splitlines()[0])
+    if options.kernels:
+        titles = ("workload", "how", "ms", "launches", "kernel")
+        write_markdown(f"{options.name}_kernels", titles, kernel_rows(results), "The longest kernels of a step.")
     if not options.no_plot:
         panels = {
             workload: {"step": {name: 1e3 * r["step"] for name, r in records.items() if r.get("step")}}

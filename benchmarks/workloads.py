@@ -1,4 +1,4 @@
-"""Workloads of the benchmarks: models at sizes for host time, for a small CPU, and as published for one GPU."""
+"""Workloads of the benchmarks: models at sizes to try, for host time, for a small CPU, and as published for one GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import models
 import numpy as np
 import torch
 
-Size = Literal["tiny", "small", "first", "full"]
+Size = Literal["dry", "tiny", "small", "first", "full"]
 
 
 def _images(batch: int, side: int, classes: int) -> Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]:
@@ -93,6 +93,13 @@ def resnet(
 WORKLOADS: Mapping[Size, Mapping[str, Workload]] = {
     size: {name: Workload(name=name, **row) for name, row in rows.items()}
     for size, rows in {
+        # One layer of each: whether a peer works.
+        "dry": {
+            "ResNet-50": resnet(2, 32, width=4, classes=10, blocks=(1, 1, 1, 1)),
+            "GPT-2": language(2, 8, vocabulary=64, context=8, width=24, layers=1),
+            "BERT": language(2, 8, "BERT", vocabulary=64, context=8, width=24, layers=1),
+            "ViT": vit(2, side=32, width=24, layers=1),
+        },
         # The published graphs with almost no arithmetic: what remains is host time.
         "tiny": {
             "ResNet-50": resnet(2, 32, width=4, classes=10),
@@ -131,4 +138,4 @@ WORKLOADS: Mapping[Size, Mapping[str, Workload]] = {
         },
     }.items()
 }
-"""Size -> name -> workload: for host time, a small CPU, first steps, and as published with batches for one GPU."""
+"""Size -> name -> workload: to try, for host time, a small CPU, first steps, and published sizes for one GPU."""

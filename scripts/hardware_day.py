@@ -1,36 +1,53 @@
-"""What to run on the day there is a GPU or a TPU: one command, parts of at most eight minutes, no network.
+"""What to run on a machine with a GPU or a TPU that is at hand for a quarter of an hour: one command, no network.
 
-    scripts/gpu_day.sh                        # every part that has not succeeded at this commit
-    python3 scripts/hardware_day.py tpu --parts mnist-bf16 attention --again
-    python3 scripts/hardware_day.py tpu --dry-run            # each part on the CPU, at the smallest size
+    scripts/gpu_day.sh --minutes 12                     # goes on where an earlier call with this tree stopped
+    scripts/gpu_day.sh --minutes 5 --parts gpt2 head
+    python3 scripts/hardware_day.py tpu --minutes 12
+    scripts/gpu_day.sh --dry-run                        # the same plan on the CPU, at the smallest sizes
 
-A part is a process with its own log in build/gpu_day or build/tpu_day; a part that fails or takes too long does not
-stop the next one.  The table benchmarks/results/gpu_day.md or tpu_day.md has the date, the chip, the versions and each
-part's last figures.
+Tests run first, side by side, for at most a third of the time; then, one at a time on a quiet machine, what is timed,
+in the order of its worth.  Each part is a process with its own log in build/gpu_day or build/tpu_day.  After each part
+benchmarks/results/gpu_day.md (or tpu_day.md) is written: the date, the chip, the versions, counts, failures by cause,
+and the tables of the races.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import concurrent.futures
+import contextlib
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from source_tree import ROOT, commit
+import record_tests
+from source_tree import FOLDERS, ROOT
 
-LIMIT = 480
-"""Seconds of a part."""
-BUILD = ROOT / "build"
+TESTS = 0.35
+"""The share of the time after which tests are stopped."""
+RACE, LEAST, GRACE = 200, 30, 15
+"""Seconds: of a race, of the shortest part that is begun, and between a part's interrupt and its end."""
 RESULTS = ROOT / "benchmarks" / "results"
 PLATFORMS = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 """Platform -> JAX_PLATFORMS."""
+NEEDS = {
+    **{name: name for name in ("flax", "jax", "optax", "pytest", "rich", "torch", "tqdm")},
+    **{"absl": "absl-py", "pytest_timeout": "pytest-timeout", "sklearn": "scikit-learn", "xdist": "pytest-xdist"},
+}
+"""Module -> the package that brings it."""
+Result = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,203 +57,277 @@ class Part:
     name: str
     shows: str
     command: tuple[str, ...]
-    dry: tuple[str, ...]
-    """The command with --dry-run."""
-    platforms: tuple[str, ...] = ("gpu", "tpu")
+    """With {folder}, {programs} and {limit} for what the call knows."""
+    quiet: bool = False
+    """Whether it is timed, so that nothing runs beside it."""
+    is_test: bool = False
+    """Whether it is pytest, which runs with a record (`record_tests`)."""
 
 
-_STEPS = ("benchmarks/step_table.py", "--merge", "--no-plot")
-_PEERS = ("--peers", "lazy bf16", "lazy bf16 captured", "Flax bf16", "Flax, xla_amp.jax")
-_TORCH = ("torch autocast", "torch.compile autocast")
-_TEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default")
+def plan(platform: str, dry: bool = False) -> list[Part]:
+    """The parts for a platform, in order.
 
-
-def _tests(name: str, shows: str, folder: str, dry: str) -> tuple[Part, Part]:
-    """A TPU serves one process at a time."""
-    return (
-        Part(name=name, shows=shows, command=(*_TEST, "-n", "8", folder), dry=(*_TEST, dry), platforms=("gpu",)),
-        Part(name=name, shows=shows, command=(*_TEST, folder), dry=(*_TEST, dry), platforms=("tpu",)),
+    Args:
+        platform: "gpu" or "tpu".
+        dry: at sizes for a CPU.
+    """
+    gpu = platform == "gpu"
+    # One TPU serves one process.
+    pytest = (
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "default",
+        *(("-n", "3") if gpu and not dry else ()),
     )
 
+    def tests(name: str, shows: str, path: str, few: str) -> Part:
+        marked = ("-m", "gpu or tpu") if path.startswith("tests/gpu") else ()
+        command = (*pytest, *marked, few if dry else path)
+        return Part(name=name, shows=shows, command=command, is_test=True)
 
-def _mnist(name: str, shows: str, *options: str, platforms: tuple[str, ...] = ("gpu", "tpu")) -> Part:
-    command = ("examples/mnist.py", "--json", *options)
-    return Part(name=name, shows=shows, command=command, dry=(*command, "--epochs", "1"), platforms=platforms)
+    def mnist(name: str, shows: str, *options: str) -> Part:
+        short = ("--epochs", "1") if dry else ()
+        return Part(name=name, shows=shows, command=("examples/mnist.py", "--json", *options, *short))
 
+    def race(name: str, workload: str) -> Part:
+        peers = ["lazy bf16", "lazy bf16 captured", "torch autocast", "torch.compile autocast", "Flax bf16"]
+        peers = [peer for peer in (*peers, "Flax, xla_amp.jax") if gpu or not peer.startswith("torch")]
+        sizes = ("--size", "dry", "--rounds", "1", "--run", "2") if dry else ("--size", "full")
+        options = ["--merge", "--no-plot", "--side-by-side", "--kernels", "--limit", "{limit}"]
+        if dry and workload != "GPT-2":
+            peers = peers[:1]
+        else:
+            options += ["--programs", "{programs}"]
+        command = ("benchmarks/step_table.py", "--name", "{folder}/steps", "--workloads", workload, *sizes, *options)
+        return Part(name=name, shows=f"{workload}: table below", command=(*command, "--peers", *peers), quiet=True)
 
-def _steps(name: str, shows: str, workload: str) -> tuple[Part, ...]:
-    tiny = workload if workload in ("GPT-2", "ResNet-50") else "GPT-2"  # those that have a tiny size
-    dry = (*_STEPS, "--size", "tiny", "--rounds", "1", "--workloads", tiny, "--peers", "lazy bf16", "--name")
-    full = (*_STEPS, "--size", "full", "--rounds", "7", "--workloads", workload, "--name")
-    return tuple(
-        Part(
-            name=name,
-            shows=shows,
-            command=(*full, platform, *_PEERS, *(_TORCH if platform == "gpu" else ())),
-            dry=(*dry, f"../../build/{platform}_day/steps"),
-            platforms=(platform,),
-        )
-        for platform in PLATFORMS
-    )
-
-
-PARTS = (
-    _mnist("mnist-bf16", "accuracy, 1 executable and 0 syncs a step", "--precision", "bf16"),
-    _mnist(
-        "mnist-bf16-adam",
-        "the same with a sync-free Adam",
-        *("--precision", "bf16", "--optimizer", "adam"),
-        platforms=("tpu",),
-    ),
-    _mnist(
-        "mnist-fp16",
-        "the same with a scaler; skipped steps",
-        *("--precision", "fp16", "--policy", "gpu"),
-        platforms=("gpu",),
-    ),
-    _mnist(
-        "mnist-fp16-adam",
-        "the same with a sync-free Adam",
-        *("--precision", "fp16", "--optimizer", "adam"),
-        platforms=("gpu",),
-    ),
-    Part(
-        name="fronts",
-        shows="every front, arrays of torch and JAX, captured steps, overflow, attention against float64",
-        command=(*_TEST, "-m", "gpu or tpu", "tests/gpu"),
-        dry=(*_TEST, "-m", "gpu or tpu", "tests/gpu"),
-    ),
-    *_tests("training", "tests of training", "tests/training", "tests/training/test_compile_options.py"),
-    *_tests(
-        "autocast",
-        "tests of autocast on the device",
-        "tests/pytorch/autocast",
-        "tests/pytorch/autocast/test_autocast_regions.py",
-    ),
-    *_tests("jax", "tests of the JAX front", "tests/jax_front", "tests/jax_front/test_loss_scale.py"),
-    Part(
-        name="attention",
-        shows="time and memory of each form, 16 x 12 x 1024 x 64, bfloat16, causal",
-        command=("benchmarks/attention_forms.py",),
-        dry=("benchmarks/attention_forms.py", "--batch", "1", "--tokens", "256", "--rounds", "1"),
-    ),
-    *_steps("steps-gpt2", "GPT-2 124M at 16 x 1024; an A100 takes 90 ms, compiled", "GPT-2"),
-    *_steps("steps-resnet", "ResNet-50 at 256 x 224; an A100 does 2,470 images a second", "ResNet-50"),
-    *_steps("steps-bert", "BERT-base", "BERT"),
-    *_steps("steps-vit", "ViT-B", "ViT"),
-)
+    cuda = [tests("cuda", "torch's own CUDA autocast under ours", *["tests/gpu/test_torch_cuda.py"] * 2)]
+    fp16 = [
+        mnist("mnist-fp16", "the same with a scaler", "--precision", "fp16", "--policy", "gpu"),
+        mnist("mnist-fp16-adam", "the same with a sync-free Adam", "--precision", "fp16", "--optimizer", "adam"),
+    ]
+    head = ("benchmarks/head_products.py", *(("--rows", "64", "--columns", "65", "--width", "16") if dry else ()))
+    forms = ("benchmarks/attention_forms.py", *(("--batch", "1", "--tokens", "256", "--rounds", "1") if dry else ()))
+    few = "tests/pytorch/autocast/test_autocast_regions.py"
+    return [
+        tests("fronts", "every front, captured steps, attention against float64", *["tests/gpu/test_on_a_gpu.py"] * 2),
+        *(cuda if gpu else ()),
+        mnist("mnist-bf16", "accuracy, 1 executable and 0 syncs a step", "--precision", "bf16"),
+        *(fp16 if gpu else ()),
+        tests("autocast", "tests of autocast on the device", "tests/pytorch/autocast", few),
+        tests("jax", "tests of the JAX front", "tests/jax_front", "tests/jax_front/test_loss_scale.py"),
+        tests("training", "tests of training", "tests/training", "tests/training/test_compile_options.py"),
+        tests("lowering", "tests of lowerings", "tests/lowering", "tests/lowering/test_registered_names.py"),
+        race("gpt2", "GPT-2"),
+        Part(name="head", shows="ms of a head's products, odd vocabulary, plain and padded", command=head, quiet=True),
+        race("resnet", "ResNet-50"),
+        race("bert", "BERT"),
+        race("vit", "ViT"),
+        Part(name="attention", shows="ms and memory of each form of attention", command=forms, quiet=True),
+    ]
 
 
-def install() -> None:
-    """Installs this tree, without its dependencies, into a Python that cannot import it."""
-    if importlib.util.find_spec("xla_amp") is None:
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "-e", "."]
-        subprocess.run(command, cwd=ROOT, check=True)
+def missing(platform: str, dry: bool) -> list[str]:
+    """What the plan needs and this machine lacks, a sentence each."""
+    found = [f"Python package {NEEDS[name]}" for name in NEEDS if importlib.util.find_spec(name) is None]
+    if shutil.which("cc") is None and shutil.which("gcc") is None:
+        found.append("a C compiler (cc or gcc), for torch.compile")
+    if not found and not dry:
+        chip = machine()
+        if chip["platform"] != platform:
+            found.append(f"a {platform.upper()}: JAX's device is {chip['chip']!r}")
+        if platform == "gpu" and not chip["cuda of torch"]:
+            found.append(f"torch with CUDA: {chip['torch']} sees no GPU")
+    return found
 
 
-def machine() -> dict[str, str]:
-    """Chip and versions, asked of another process, which gives the GPU back."""
+def machine() -> dict[str, Any]:
+    """Chip and versions, asked of another process, which gives the chip back.
+
+    Raises:
+        SystemExit: JAX or torch does not start.
+    """
     program = (
-        "import json, jax, torch, sys, platform; d = jax.devices()[0]; "
-        "print(json.dumps({'chip': d.device_kind, 'platform': d.platform, 'jax': jax.__version__, "
-        "'torch': torch.__version__, 'python': platform.python_version()}))"
+        "import json, jax, torch, platform; d = jax.devices()[0]; "
+        "print(json.dumps({'chip': d.device_kind, 'platform': d.platform, 'jax': jax.__version__, 'torch': "
+        "torch.__version__, 'cuda of torch': torch.version.cuda if torch.cuda.is_available() else None, "
+        "'python': platform.python_version()}))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:
         raise SystemExit(f"hardware_day: JAX and torch do not start here:\n{done.stderr}")
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def run(part: Part, dry: bool, environment: dict[str, str], folder: Path) -> dict[str, Any]:
-    """Runs one part, with its log in `folder`; its status, seconds and last line."""
-    log = folder / f"{part.name}.log"
-    started = time.monotonic()
-    with log.open("w", encoding="utf-8") as output:
-        try:
-            status: int | str = subprocess.run(
-                [sys.executable, *(part.dry if dry else part.command)],
-                stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, timeout=LIMIT, check=False,
-                env=environment,
-            ).returncode  # fmt: skip
-        except subprocess.TimeoutExpired:
-            status = f"took more than {LIMIT} s"
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return {"status": status, "seconds": round(time.monotonic() - started), "last": lines[-1] if lines else ""}
+def tree() -> str:
+    """A digest of the sources: a copy without git has no commit."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
-def run_each(
-    parts: list[Part], folder: Path, now: str, environment: dict[str, str], *, dry: bool, again: bool
-) -> Iterator[dict[str, dict[str, Any]]]:
-    """Runs the parts that have not succeeded at the commit `now`; the results by part, before the first and after each.
+class Day:
+    """One call: its parts, its clock and what is known of each part, by earlier calls with the same tree, too.
 
     Args:
-        parts: in order; one that fails stops no other.
-        folder: of logs, and of the results of earlier runs.
-        now: the commit.
+        parts: in order.
+        folder: of logs, records and results.
         environment: of the parts.
-        dry: whether they run at the smallest sizes.
-        again: also parts that have succeeded.
+        seconds: of this call.
+        report: is given the results after each part.
     """
-    path = folder / ("dry.json" if dry else "results.json")
-    kept: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-    yield kept
-    for part in parts:
-        before = kept.get(part.name, {})
-        if before.get("status") == 0 and before.get("commit") == now and not again:
-            continue
+
+    def __init__(
+        self, parts: list[Part], folder: Path, environment: Mapping[str, str], seconds: float,
+        report: Callable[[Mapping[str, Result]], None],
+    ) -> None:  # fmt: skip
+        self.parts, self.folder, self.environment, self.report = parts, folder, environment, report
+        self.seconds, self._began, self._lock = seconds, time.monotonic(), threading.Lock()
+        self._path = folder / "results.json"
+        self.results: dict[str, Result] = json.loads(self._path.read_text()) if self._path.exists() else {}
+
+    def left(self, share: float = 1.0) -> float:
+        """Seconds until this share of the time is over."""
+        return self._began + share * self.seconds - time.monotonic()
+
+    def run(self, side_by_side: int) -> None:
+        """Tests side by side, then what is quiet; a part that has ended is not run again."""
+        left = [part for part in self.parts if self.results.get(part.name, {}).get("status") not in ("ok", "failed")]
+        loud = [part for part in left if not part.quiet]
+        with concurrent.futures.ThreadPoolExecutor(side_by_side) as pool:
+            list(pool.map(lambda part: self._part(part, self.left(TESTS)), loud))
+        for part in left:
+            if part.quiet:
+                self._part(part, min(RACE, self.left()) - GRACE)
+
+    def _part(self, part: Part, limit: float) -> None:
+        if limit < LEAST:
+            print(f"{part.name}: no time left", flush=True)
+            return
         print(f"{part.name}: {part.shows}", flush=True)
-        got = kept[part.name] = {**run(part, dry, environment, folder), "commit": now}
-        path.write_text(json.dumps(kept, indent=1))
-        print(f"  {got['status']} after {got['seconds']} s: {got['last']}", flush=True)
-        yield kept
+        result = self.results[part.name] = self._result(part, limit)
+        with self._lock:
+            self._path.write_text(json.dumps(self.results, indent=1))
+            self.report(self.results)
+        print(f"{part.name}: {result['status']} after {result['seconds']} s: {result['found']}", flush=True)
+
+    def _result(self, part: Part, limit: float) -> Result:
+        log, record = self.folder / f"{part.name}.log", self.folder / f"{part.name}.jsonl"
+        known = {"folder": os.path.relpath(self.folder, RESULTS), "limit": f"{limit:.0f}"}
+        known["programs"] = str(self.folder.parent / "programs")
+        command = [word.format(**known) for word in part.command]
+        if part.is_test:
+            command += ["-p", "record_tests", "--record", str(record)]
+        started = time.monotonic()
+        with log.open("w", encoding="utf-8") as output:
+            # In a group: what a killed part started ends with it.
+            process = subprocess.Popen(
+                [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=self.environment,
+                process_group=0,
+            )  # fmt: skip
+            status = None
+            try:
+                status = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        seconds = round(time.monotonic() - started)
+        if part.is_test:
+            counts = collections.Counter(outcome for outcome, _, _ in record_tests.outcomes(record))
+            found = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()) or "no test ended"
+            end = "failed" if status == 1 or counts["failed"] else "ok"
+            if status not in (0, 1, 5):  # 1: tests failed; 5: all had ended before
+                end = "not finished"
+            return {"status": end, "seconds": seconds, "found": found, "causes": record_tests.causes(record)}
+        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        last = lines[-1].rpartition("\r")[2] if lines else ""
+        name = {None: "not finished", 0: "ok"}.get(status, "stopped by an error")
+        return {"status": name, "seconds": seconds, "found": "" if last.startswith("|") else last[:300]}
 
 
-def table(parts: list[Part], found: dict[str, Any], results: dict[str, dict[str, Any]]) -> str:
-    """The Markdown of `parts`."""
-    head = ", ".join(f"{name} {value}" for name, value in found.items())
-    lines = [
-        f"{time.strftime('%Y-%m-%d')}; {head}",
-        "",
-        "| part | shows | status | s | last line |",
-        "|---|---|---|---|---|",
-    ]
+def report(parts: list[Part], head: str, results: Mapping[str, Result], tables: list[Path]) -> str:
+    """The Markdown of what is known.
+
+    Args:
+        parts: all of the platform.
+        head: what it was run on, one line.
+        results: by part.
+        tables: Markdown files to append, those that are there.
+    """
+    lines = [head, "", "| part | shows | status | s | found |", "|---|---|---|---|---|"]
     for part in parts:
-        got = results.get(part.name, {"status": "not run", "seconds": "", "last": ""})
-        status = "ok" if got["status"] == 0 else got["status"]
-        last = str(got["last"])[:300].replace("|", "\\|")
-        lines.append(f"| {part.name} | {part.shows} | {status} | {got['seconds']} | `{last}` |")
-    return "\n".join([*lines, ""])
+        got = results.get(part.name, {"status": "not run", "seconds": "", "found": ""})
+        found = str(got["found"]).replace("|", "\\|")
+        lines.append(f"| {part.name} | {part.shows} | {got['status']} | {got['seconds']} | {found} |")
+    rows = [
+        f"| {name} | {len(tests)} | `{cause.replace('|', chr(92) + '|')}` | `{tests[0]}` |"
+        for name, got in results.items()
+        for cause, tests in got.get("causes", {}).items()
+    ]
+    if rows:
+        lines += ["", "| part | failures | cause | one of them |", "|---|---|---|---|", *rows]
+    return "\n".join([*lines, "", *(path.read_text() for path in tables if path.exists())])
 
 
 def main() -> int:
-    """Runs the parts and writes the table; 1 if a part failed."""
+    """Runs the parts and writes the table; 1 if a part did not end well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("platform", choices=PLATFORMS)
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU, at the smallest sizes; writes no table")
+    parser.add_argument("--minutes", type=float, default=12, help="of this call (default: 12)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="on the CPU, at the smallest sizes; prints the table only"
+    )
     parser.add_argument("--parts", nargs="+", help="only these; default: all of the platform")
-    parser.add_argument("--again", action="store_true", help="also parts that have succeeded at this commit")
+    parser.add_argument("--again", action="store_true", help="also parts that have ended with this tree")
     options = parser.parse_args()
-    name, platform = f"{options.platform}_day", options.platform
-    parts = [part for part in PARTS if platform in part.platforms]
-    known = [part.name for part in parts]
-    if unknown := sorted(set(options.parts or ()).difference(known)):
-        parser.error(f"--parts {' '.join(unknown)}: expected some of {', '.join(known)}")
-    wanted = options.parts or known
-    folder = BUILD / name
-    folder.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    environment["JAX_PLATFORMS"] = "cpu" if options.dry_run else PLATFORMS[platform]
+    platform, dry = options.platform, options.dry_run
+    environment = {
+        **os.environ,
+        "COLUMNS": "200",
+        "JAX_PLATFORMS": "cpu" if dry else PLATFORMS[platform],
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}",
+        "PYTHONUNBUFFERED": "1",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # several processes, and torch beside JAX, share the chip
+    }
     os.environ["JAX_PLATFORMS"] = environment["JAX_PLATFORMS"]
-    install()
-    found = machine()
-    if not options.dry_run and found["platform"] != platform:
-        raise SystemExit(f"{name}: JAX's device is {found['chip']!r}; a {platform.upper()} is needed, or --dry-run")
-    chosen = [part for part in parts if part.name in wanted]
-    for kept in run_each(chosen, folder, commit(), environment, dry=options.dry_run, again=options.again):
-        if not options.dry_run:
-            (RESULTS / f"{name}.md").write_text(table(parts, found, kept))
-    return int(any(kept[each]["status"] != 0 for each in wanted if each in kept))
+    if dry:
+        environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # a third of the time, which is the compiler's
+    parts = plan(platform, dry)
+    if unknown := sorted(set(options.parts or ()).difference(part.name for part in parts)):
+        parser.error(f"--parts {' '.join(unknown)}: expected some of {', '.join(part.name for part in parts)}")
+    if lacks := missing(platform, dry):
+        raise SystemExit("hardware_day: this machine lacks, before the clock runs:\n  " + "\n  ".join(lacks))
+    folder = ROOT / "build" / f"{platform}_day" / f"{tree()}{'-dry' if dry else ''}"
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = [part for part in parts if part.name in (options.parts or [each.name for each in parts])]
+    if options.again:
+        for part in chosen:
+            (folder / f"{part.name}.jsonl").unlink(missing_ok=True)
+    head = f"{time.strftime('%Y-%m-%d')}; {', '.join(f'{name} {value}' for name, value in machine().items())}"
+    tables = [folder / "steps.md", folder / "steps_kernels.md"]
+
+    def write(results: Mapping[str, Result]) -> None:
+        if not dry:
+            (RESULTS / f"{platform}_day.md").write_text(report(parts, head, results, tables))
+
+    day = Day(chosen, folder, environment, 60 * options.minutes, write)
+    if options.again:
+        for part in chosen:
+            day.results.pop(part.name, None)
+    day.run(side_by_side=1 if platform == "tpu" else max(2, (os.cpu_count() or 2) // 3))
+    print(report(parts, head, day.results, tables))
+    return int(any(day.results.get(part.name, {}).get("status") != "ok" for part in chosen))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax_models import initial, loss_of, optimizer_of, step_of
-from peer import Trainer, program_bytes
+from peer import Trainer, jax_kernels, jax_peak, program_bytes
 from workloads import Workload
 
 Update = Callable[..., tuple[Any, Any, Any, Any]]
@@ -77,4 +77,6 @@ def make(workload: Workload, option: str) -> Trainer:
         step=step,
         wait=lambda loss: jax.block_until_ready((loss, holder)),
         memory=lambda: program_bytes(run.lower(*holder, *batch).compile()),
+        peak=jax_peak,
+        kernels=jax_kernels,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from peer import Trainer, program_bytes
+from peer import Trainer, jax_kernels, jax_peak, program_bytes
 from workloads import Workload
 
 import xla_amp
@@ -55,4 +55,4 @@ def make(workload: Workload, option: str) -> Trainer:
         with private_api.x64():
             return max(program_bytes(program.lower().compile()) for program in execute.programs())
 
-    return Trainer(step=dispatch, wait=wait, counts=counts, memory=memory)
+    return Trainer(step=dispatch, wait=wait, counts=counts, memory=memory, peak=jax_peak, kernels=jax_kernels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -12,11 +13,23 @@ from peer import Trainer
 from workloads import Workload
 
 
+def _kernels(run: Callable[[], None]) -> Iterable[tuple[str, float]]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+    for each in profiler.key_averages():
+        if each.device_time_total:
+            yield from [(each.key, 1e-6 * each.device_time_total / each.count)] * each.count
+
+
 def make(workload: Workload, option: str) -> Trainer:
-    """On the GPU if there is one, otherwise on the CPU."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """On the GPU if there is one, images there in channels_last; otherwise on the CPU."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
     model = workload.torch_model().to(device)
     batch = [tensor.to(device) for tensor in workload.torch_batch()]
+    if cuda and batch[0].dim() == 4:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        batch[0] = batch[0].to(memory_format=torch.channels_last)
     if workload.optimizer == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
     else:
@@ -32,7 +45,7 @@ def make(workload: Workload, option: str) -> Trainer:
         return loss.detach()
 
     def wait(loss: torch.Tensor) -> None:
-        if device.type == "cuda":
+        if cuda:
             torch.cuda.synchronize()
 
     def memory() -> int:
@@ -53,6 +66,8 @@ def make(workload: Workload, option: str) -> Trainer:
     return Trainer(
         step=step,
         wait=wait,
-        asynchronous=device.type == "cuda",
-        memory=None if device.type == "cuda" else memory,
+        asynchronous=cuda,
+        memory=None if cuda else memory,
+        peak=torch.cuda.max_memory_allocated if cuda else None,
+        kernels=_kernels if cuda else None,
     )

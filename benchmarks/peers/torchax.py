@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import torch
-from peer import Trainer
+from peer import Trainer, jax_kernels, jax_peak
 from workloads import Workload
 
 
@@ -42,4 +42,9 @@ def make(workload: Workload, option: str) -> Trainer:
         loss, holder[0], holder[1] = step_(holder[0], buffers, holder[1], (x, y), y)
         return loss
 
-    return Trainer(step=step, wait=lambda loss: jax.block_until_ready(interop.jax_view((loss, holder))))
+    return Trainer(
+        step=step,
+        wait=lambda loss: jax.block_until_ready(interop.jax_view((loss, holder))),
+        peak=jax_peak,
+        kernels=jax_kernels,
+    )

@@ -63,6 +63,19 @@ def test_the_low_dtypes_of_the_fronts(devices, said):
     assert found.startswith(said) if said else not found
 
 
+@pytest.mark.parametrize("variable", ["PREALLOCATE", "MEM_FRACTION"])
+def test_jax_takes_most_of_a_gpu_that_torch_has_too(variable, monkeypatch: pytest.MonkeyPatch):
+    devices = [["gpu", "NVIDIA H100", "9.0"]]
+    for name in doctor._ALLOCATOR:
+        monkeypatch.delenv(f"XLA_PYTHON_CLIENT_{name}", raising=False)
+    assert list(doctor.conflicts({}, devices)) == []
+    ((found, advice),) = doctor.conflicts({}, devices, shared=True)
+    assert "NVIDIA H100" in found
+    assert advice.startswith("XLA_PYTHON_CLIENT_PREALLOCATE=false")
+    monkeypatch.setenv(f"XLA_PYTHON_CLIENT_{variable}", "false" if variable == "PREALLOCATE" else ".4")
+    assert list(doctor.conflicts({}, devices, shared=True)) == []
+
+
 def test_a_jax_that_does_not_start(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_PLATFORMS", "nothing")
     found = doctor.diagnose()

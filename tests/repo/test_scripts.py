@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -26,28 +27,93 @@ def test_versions_are_within_the_bounds_of_pyproject():
     assert {row.python for row in check_versions.MATRIX} == {"3.11", "3.12", "3.13"}
 
 
-def test_parts_of_a_hardware_day_name_files_that_exist():
-    words = {word for part in hardware_day.PARTS for command in (part.command, part.dry) for word in command}
+@pytest.mark.parametrize("platform", hardware_day.PLATFORMS)
+@pytest.mark.parametrize("dry", [False, True])
+def test_parts_of_a_hardware_day_name_files_that_exist(platform, dry):
+    words = {word for part in hardware_day.plan(platform, dry) for word in part.command}
     paths = [word for word in words if word.startswith(("tests/", "benchmarks/", "examples/"))]
     assert paths
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_parts_of_a_hardware_day_that_failed_run_again(tmp_path):
-    """Two parts, of which the first fails until the file "mended" is there."""
+def day(folder, parts, seconds=600.0, reports=None):
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"}
+    found = hardware_day.Day(parts, folder, environment, seconds, (reports or []).append)
+    found.run(side_by_side=2)
+    return found.results
+
+
+def test_a_hardware_day_goes_on_where_it_stopped(tmp_path):
+    """A part that stopped by an error runs again, one that ended does not; the table has a row of each."""
     fails = f"import pathlib, sys; print('x|y'); sys.exit(not pathlib.Path({str(tmp_path / 'mended')!r}).exists())"
     counts = f"open({str(tmp_path / 'runs')!r}, 'a').write('.')"
     parts = [
-        hardware_day.Part(name=n, shows=n, command=("-c", c), dry=("-c", c)) for n, c in (("a", fails), ("b", counts))
+        hardware_day.Part(name=n, shows=n, command=("-c", c), quiet=n == "b") for n, c in (("a", fails), ("b", counts))
     ]
-    for status in (1, 0):
-        *_, kept = hardware_day.run_each(parts, tmp_path, "c0ffee", dict(os.environ), dry=False, again=False)
-        assert [kept[name]["status"] for name in "ab"] == [status, 0]
-        shown = hardware_day.table(parts, {"chip": "NVIDIA H100"}, kept)
-        assert f"| a | a | {status or 'ok'} |" in shown
-        assert "`x\\|y`" in shown
+    for status in ("stopped by an error", "ok"):
+        results = day(tmp_path, parts)
+        assert [results[name]["status"] for name in "ab"] == [status, "ok"]
+        shown = hardware_day.report(parts, "NVIDIA H100", results, [])
+        assert re.search(rf"\| a \| a \| {status} \| \d \| x\\\|y \|", shown)
         (tmp_path / "mended").touch()
-    assert (tmp_path / "runs").read_text() == "."  # it had succeeded at this commit
+    assert (tmp_path / "runs").read_text() == "."
+
+
+def test_tests_of_a_hardware_day_are_counted_when_time_is_over(tmp_path, monkeypatch):
+    """Two tests end, the third sleeps; the next call runs the third only, and lists the failure by its cause."""
+    monkeypatch.setattr(hardware_day, "LEAST", 0)
+    monkeypatch.setattr(hardware_day, "GRACE", 1)
+    waits, ran = tmp_path / "waits", tmp_path / "ran"
+    waits.touch()
+    (tmp_path / "test_three.py").write_text(
+        "import pathlib, time\n"
+        f"def test_a(): pathlib.Path({str(ran)!r}).open('a').write('a')\n"
+        "def test_b(): raise ValueError('scale 3 of 0x7f')\n"
+        f"def test_c(): time.sleep(600 * pathlib.Path({str(waits)!r}).exists())\n"
+    )
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path / "test_three.py"))
+    parts = [hardware_day.Part(name="few", shows="", command=command, is_test=True)]
+    monkeypatch.setattr(hardware_day, "TESTS", 1.0)
+    first = day(tmp_path, parts, seconds=20.0)["few"]
+    assert first["status"] == "not finished"
+    assert first["found"] == "1 passed, 1 failed"
+    waits.unlink()
+    second = day(tmp_path, parts)["few"]
+    assert (second["status"], second["found"]) == ("failed", "2 passed, 1 failed")
+    assert ran.read_text() == "a"
+    ((cause, (test,)),) = second["causes"].items()
+    assert cause == "ValueError: scale N of N"
+    assert test.endswith("::test_b")
+    assert f"| few | 1 | `{cause}` |" in hardware_day.report(parts, "", {"few": second}, [])
+
+
+def test_a_hardware_day_says_first_what_is_missing(monkeypatch):
+    monkeypatch.setitem(hardware_day.NEEDS, "no_such_module", "no-such-package")
+    monkeypatch.setattr(hardware_day.shutil, "which", lambda name: None)
+    assert hardware_day.missing("gpu", dry=True) == [
+        "Python package no-such-package",
+        "a C compiler (cc or gcc), for torch.compile",
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_plan_of_a_gpu_day_runs_on_a_cpu(tmp_path):
+    command = [ROOT / "scripts" / "gpu_day.sh", "--dry-run", "--again"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTEST_ADDOPTS", "XLA_FLAGS")}
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=tmp_path,
+        env={**environment, "PYTHON": sys.executable},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^\| ([\w-]+) \|.*\| ok \| \d+ \|", done.stdout, re.MULTILINE)
+    assert rows == [part.name for part in hardware_day.plan("gpu")]
+    steps = re.findall(r"^\| (GPT-2|ResNet-50|BERT|ViT): .*\|  \|$", done.stdout, re.MULTILINE)  # none has failed
+    assert [steps.count(name) for name in ("GPT-2", "ResNet-50", "BERT", "ViT")] == [6, 1, 1, 1]
 
 
 def collected(*options: str) -> list[list[str]]:

@@ -52,10 +52,16 @@ _PREFIXES: Final = ("XLA_", "JAX_", "PJRT_", "LIBTPU_", "TPU_", "CUDA_VISIBLE", 
 _LIMIT: Final = 60
 """Seconds that JAX may take to find its devices."""
 _DEVICES: Final = """
-import json, jax
-found = jax.devices()
-print(json.dumps([[d.platform, d.device_kind, str(getattr(d, "compute_capability", ""))] for d in found]))
+import importlib.util, json, jax
+found = [[d.platform, d.device_kind, str(getattr(d, "compute_capability", ""))] for d in jax.devices()]
+shared = False
+if found[0][0] in ("gpu", "cuda") and importlib.util.find_spec("torch"):
+    import torch
+    shared = torch.cuda.is_available()
+print(json.dumps([found, shared]))
 """
+_ALLOCATOR: Final = ("PREALLOCATE", "MEM_FRACTION", "ALLOCATOR")
+"""Ends of JAX's variables, after XLA_PYTHON_CLIENT_, each of which says how much memory it takes at its start."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +113,7 @@ class Diagnosis(Report):
 def diagnose() -> Diagnosis:
     """Looks at versions, processor, devices, cache and environment; takes seconds, since JAX starts in a process."""
     versions = {"Python": platform.python_version(), **dict(_installed())}
-    devices = _devices()
+    devices, shared = _devices()
     return Diagnosis(
         versions=versions,
         processor=_processor(),
@@ -115,7 +121,7 @@ def diagnose() -> Diagnosis:
         cache=_cache(),
         environment={name: value for name, value in sorted(os.environ.items()) if value and name.startswith(_PREFIXES)},
         low=low_dtypes(devices),
-        conflicts=tuple(conflicts(versions, devices)),
+        conflicts=tuple(conflicts(versions, devices, shared)),
     )
 
 
@@ -133,18 +139,18 @@ def _processor() -> str:
     return f"{found.name}, {found.cores} cores, {', '.join(found.features) or 'no vector instructions known'}{advice}"
 
 
-def _devices() -> list[list[str]] | str:
-    """(platform, kind, compute capability) of each device of JAX, or why there is none."""
+def _devices() -> tuple[list[list[str]] | str, bool]:
+    """(platform, kind, compute capability) of each device of JAX or why it has none; whether torch has its GPU, too."""
     command = [sys.executable, "-c", _DEVICES]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False)
     except subprocess.TimeoutExpired:
-        return f"JAX did not find its devices within {_LIMIT} s"
+        return f"JAX did not find its devices within {_LIMIT} s", False
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-        return f"JAX does not start: {last[0]}"
-    found: list[list[str]] = json.loads(lines[-1])
+        return f"JAX does not start: {last[0]}", False
+    found: tuple[list[list[str]], bool] = json.loads(lines[-1])
     return found
 
 
@@ -178,7 +184,16 @@ def _cache() -> str:
     return f"{folder}, {size / 2**20:.0f} MiB"
 
 
-def conflicts(versions: Mapping[str, str], devices: list[list[str]] | str) -> Iterator[tuple[str, str]]:
+def conflicts(
+    versions: Mapping[str, str], devices: list[list[str]] | str, shared: bool = False
+) -> Iterator[tuple[str, str]]:
+    """(what does not fit together, what to do).
+
+    Args:
+        versions: by library.
+        devices: JAX's, as (platform, kind, compute capability), or why it has none.
+        shared: whether torch's CUDA has JAX's GPU, too.
+    """
     for name, (oldest, newest) in SUPPORTED.items():
         if name in versions and not oldest <= _pair(versions[name]) <= newest:
             wanted = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
@@ -199,6 +214,11 @@ def conflicts(versions: Mapping[str, str], devices: list[list[str]] | str) -> It
     if isinstance(devices, str):
         yield devices, "run python -c 'import jax; print(jax.devices())' for the whole message"
         return
+    if shared and not any(os.environ.get(f"XLA_PYTHON_CLIENT_{name}") for name in _ALLOCATOR):
+        yield (
+            f"torch's CUDA and JAX have the same GPU ({devices[0][1]}); JAX takes 75 % of its memory when it starts",
+            "XLA_PYTHON_CLIENT_PREALLOCATE=false in processes where torch computes on CUDA, too",
+        )
     plugins = [name for name in versions if name.startswith("jax-")]
     has_gpu = any(place in ("gpu", "cuda", "rocm") for place, *_ in devices)
     if plugins and not has_gpu and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
