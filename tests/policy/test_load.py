@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from xla_amp.errors import PolicyError, XlaAmpError
-from xla_amp.policy import BUILTIN, load, resolve
+from xla_amp.policy import BUILTIN, load, override, resolve
 from xla_amp.policy.load import default_name
 
 ROW = '[[rule]]\noperations = ["gelu"]\ncast = "fp32"\n'
@@ -107,6 +107,22 @@ def test_a_bare_name_reaches_every_overload_and_a_glob_every_match(tmp_path):
     assert policy.decide("sum").cast == "fp32_out", "an exact name reaches that overload only"
 
 
+def test_a_name_without_its_overload_is_decided_where_all_agree():
+    policy = load("tpu")
+    assert policy.decide("softmax").rule is policy.decide("softmax.int").rule is not None
+    assert policy.decide("pow").cast == policy.decide("pow.Tensor_Scalar").cast == "fp32"
+    assert policy.decide("view").rule is policy.decide("mylib::attention").rule is None
+    with override({"pow.Scalar": "low"}), pytest.raises(PolicyError, match=r"name one of them: pow\.Scalar = low"):
+        resolve("tpu").decide("pow")
+    with pytest.raises(PolicyError, match="unknown operation 'softmx'; nearest: softmax"):
+        policy.decide("softmx")
+    with (
+        pytest.raises(PolicyError, match=r"a module of that name is '\*/model/head'"),
+        override({"model.head": "fp32"}),
+    ):
+        pass
+
+
 def test_an_unchanged_file_is_read_once_and_a_changed_one_again(tmp_path):
     path = write(tmp_path, 'extends = "tpu"\n' + ROW)
     first = load(path)
@@ -131,6 +147,7 @@ def test_policies_are_values(tmp_path):
 MISTAKES = {
     "not TOML": ("[[rule]\n", ["not TOML", "line 1"]),
     "single brackets": ('low = "float16"\n[rule]\noperations = ["mm"]\ncast = "low"\n', ["[[rule]]", "two brackets"]),
+    "an s too many": ('extends = "tpu"\n[[rules]]\noperations = ["mm"]\ncast = "low"\n', ["'rules'", "[[rule]]"]),
     "header key": ('lo = "float16"\n' + ROW, ["unknown header key 'lo'", "did you mean 'low'?"]),
     "row key": ('extends = "tpu"\n' + ROW + 'wy = "x"\n', [":2 (rule 1)", "unknown key 'wy'", "'why'"]),
     "no low": (ROW, ["low is missing", 'extends = "tpu"']),

@@ -34,15 +34,6 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
 
 Every call imports all of these modules, so they import torch and jax only in ``run``."""
 
-_RENAMED: Final = MappingProxyType(
-    {
-        "overflow": "xla_amp.find_overflow or xla_amp.jax.find_overflow in Python",
-        "monitor": "xla_amp.find_overflow(step, kept='run/step-40000') in Python",
-        "replay": "xla_amp.find_overflow(step, kept='run/step-40000') in Python",
-    }
-)
-"""Commands of earlier versions -> what to type instead."""
-
 _STATUSES: Final = ((ModuleError, 1), (TargetError, convert_command.TARGET_MISSED))
 """Errors that are no usage errors -> exit status."""
 
@@ -67,17 +58,16 @@ def parser() -> argparse.ArgumentParser:
     for name, module in COMMANDS.items():
         command = importlib.import_module(module)
         given = commands.add_parser(name, help=command.HELP, description=command.__doc__, allow_abbrev=False)
+        given.set_defaults(refuse=given.error)  # with the usage of the command, where argparse has that of all
         command.configure(given)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; `argv` excludes the program's name. Returns the exit status."""
-    given = sys.argv[1:] if argv is None else argv
-    if given and given[0] in _RENAMED:
-        print(f"xla-amp: {given[0]} is no command any more; use: {_RENAMED[given[0]]}", file=sys.stderr)
-        return 2
-    arguments = parser().parse_args(given)
+    arguments, unknown = parser().parse_known_args(argv)
+    if unknown:
+        arguments.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     silent = arguments.quiet or not arguments.on_cpu
     show = contextlib.nullcontext() if silent else progress.shown(f"xla-amp {arguments.command}", lines=True)
     try:

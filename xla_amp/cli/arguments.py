@@ -48,16 +48,6 @@ def given(arguments: argparse.Namespace) -> str:
     return f"random, seed {arguments.seed}" if arguments.inputs is None else str(arguments.inputs)
 
 
-def left(parser: argparse.ArgumentParser, option: str, instead: str, value: str | None = None) -> None:
-    """An option of the release before, with or without a value: an error that tells what to use instead."""
-
-    class Left(argparse.Action):
-        def __call__(self, given: argparse.ArgumentParser, *_: Any) -> None:
-            given.error(f"{option} is no option any more; {instead}")
-
-    parser.add_argument(option, action=Left, nargs=None if value else 0, help=argparse.SUPPRESS)
-
-
 def function(parser: argparse.ArgumentParser) -> None:
     """``--function``."""
     parser.add_argument(

@@ -12,8 +12,6 @@ HELP = "operations, contractions, casts and bytes by dtype"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``inspect``."""
     common.program(parser, "file", "FILE")
-    common.left(parser, "--target", "benchmarks/targets.py compiles programs for absent hardware", "V6E")
-    common.left(parser, "--overflow", "xla_amp.find_overflow and xla_amp.jax.find_overflow find the operation")
     common.function(parser)
     common.report(parser)
     common.timeout(parser)

@@ -53,7 +53,7 @@ def decide(
     `aten` is the name of the ATen operation that it is here, if it stands for several; `path` that of its module.
     """
     operation, *same = op_catalog.same_as(aten) if aten else op_catalog.meanings("jaxpr", primitive) or (primitive,)
-    return policy.decide(operation, path, tuple(same)), policy.reaching(operation, path, tuple(same))
+    return policy.decision(operation, path, tuple(same)), policy.reaching(operation, path, tuple(same))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

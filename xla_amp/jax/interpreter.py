@@ -208,7 +208,7 @@ class Interpreter:
         return ".".join((*self.scopes, *compat.scopes(eqn))) if self.settings.current_policy().by_module else None
 
     def _composite_decision(self, eqn: Any, operation: str) -> Decision:
-        return self.settings.current_policy().decide(operation, self.path(eqn))
+        return self.settings.current_policy().decision(operation, self.path(eqn))
 
     def _eval_composite(
         self, jaxpr: Any, run: composites.Run, environment: dict[Any, Any], gradients: frozenset[Any]

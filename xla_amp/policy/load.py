@@ -197,6 +197,8 @@ def _parse(file: str, text: str, layer: Layer) -> tuple[dict[str, Any], RuleLaye
         data = files.parsed(tomllib.loads, text)
     except ValueError as error:
         _fail(file, f"not TOML: {error}")
+    if "rules" in data:
+        _fail(file, "unknown header key 'rules'; write each rule as a table under [[rule]], without the s")
     rows = data.pop("rule", [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         _fail(file, "rules must be written as tables under [[rule]], with two brackets")

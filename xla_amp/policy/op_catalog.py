@@ -321,6 +321,21 @@ def matching(pattern: str) -> tuple[str, ...]:
     return tuple(sorted({*found, *also})) if also else found
 
 
+def overloads(name: str) -> tuple[str, ...]:
+    """Operations of a packet, such as ``("pow.Scalar", ...)`` for ``"pow"``; empty for a name that is an operation.
+
+    Raises:
+        PolicyError: there is no operation of that name.
+    """
+    tables = catalogue()
+    if name in tables.classes or name in NO_OPERATIONS or packet(name) in tables.no_rule or "::" in name:
+        return ()
+    found = matching(name)
+    if not found and not native(name) and _may_autocast(name):
+        raise PolicyError(unknown(name))
+    return () if name in found else found
+
+
 def named(pattern: str) -> tuple[str, ...]:
     """The operation that a name of jaxpr or StableHLO is; for other patterns all that they reach."""
     return native(pattern)[:1] or _matching(pattern)
@@ -375,7 +390,7 @@ def unknown(pattern: str) -> str:
     hint = f"; nearest: {', '.join(close)}" if close else ""
     return (
         f"unknown operation {pattern!r}{hint} (ATen names, e.g. 'softmax', 'pow.Tensor_Scalar', 'linalg_*', or names "
-        "of JAX and StableHLO, e.g. 'dot_general')"
+        f"of JAX and StableHLO, e.g. 'dot_general'); a module of that name is {'*/' + pattern.replace('.', '/')!r}"
     )
 
 

@@ -277,25 +277,47 @@ class Policy:
         """The rules of all layers, lowest rank first."""
         return tuple(rule for layer in self.layers for rule in layer.rules)
 
-    def decide(self, operation: str, path: str | None = None, same: tuple[str, ...] = ()) -> Decision:
-        """The cast of `operation`; cached, so asking again costs one dict lookup.
+    def decide(self, operation: str, path: str | None = None) -> Decision:
+        """The cast of `operation`.
 
         Args:
-            operation: ATen name with overload, as torch dispatches it: ``"mm"``, ``"softmax.int"``.
+            operation: ATen name with overload, as torch dispatches it: ``"mm"``, ``"softmax.int"``; without the
+                overload where all of them have the same cast.
             path: path of the module that it runs in, as in ``named_modules``; None outside modules.
-            same: further ATen names that it may stand for, in a front with another vocabulary
-                (`xla_amp.policy.op_catalog.meanings`): a user's rule for one of them decides, too.
 
         Returns:
             The decision of the highest layer that has a rule; without one, ``keep``.
 
         Raises:
-            PolicyError: two rules of one layer disagree about it.
+            PolicyError: two rules of one layer disagree about it, its overloads have different casts, or there is no
+                such operation.
 
         Example:
             >>> from xla_amp.policy import load
             >>> load("tpu").decide("mm").cast
             'low'
+        """
+        decision = self.decision(operation, path)
+        overloads = op_catalog.overloads(operation) if decision.rule is None else ()
+        if not overloads:
+            return decision
+        decisions = [self.decision(each, path) for each in overloads]
+        if len({each.cast for each in decisions}) > 1:
+            listed = ", ".join(f"{each.operation} = {each.cast}" for each in decisions)
+            raise PolicyError(f"decide({operation!r}): its overloads have different casts, name one of them: {listed}")
+        return decisions[0]._replace(operation=operation)
+
+    def decision(self, operation: str, path: str | None = None, same: tuple[str, ...] = ()) -> Decision:
+        """`decide` of an operation that a front has met; cached, so asking again costs one dict lookup.
+
+        Args:
+            operation: as `decide`; one that no table knows is kept.
+            path: as `decide`.
+            same: further ATen names that it may stand for, in a front with another vocabulary
+                (`xla_amp.policy.op_catalog.meanings`): a user's rule for one of them decides, too.
+
+        Raises:
+            PolicyError: two rules of one layer disagree about it.
         """
         key: Any = operation if (path is None or not self.by_module) and not same else (operation, path, same)
         decision = self._decisions.get(key)
@@ -350,4 +372,4 @@ class Policy:
 def decided_as_a_whole(policy: Policy) -> frozenset[str]:
     """Operations that a program may contain in parts (`op_catalog.composite`) and that a rule may decide."""
     names = {name for name, _ in op_catalog.catalogue().composites.values()}
-    return frozenset(name for name in names if policy.by_module or policy.decide(name).of_whole)
+    return frozenset(name for name in names if policy.by_module or policy.decision(name).of_whole)

@@ -178,6 +178,7 @@ def test_lengths_of_a_loop_have_a_program_for_each_bucket():
         ({"buckets": (4, 8)}, "expected both or neither"),
         ({"padding": {"ids": 0}}, "expected both or neither"),
         ({"buckets": (4, 8), "padding": {}}, "expected both or neither"),
+        *(({"buckets": 64, "padding": each}, "expected what pads each tensor, by its name") for each in (0, 1)),
         ({"buckets": 0, "padding": {"ids": 0}}, r"bucket_sizes\(0\): expected the longest extent"),
     ],
 )

@@ -57,7 +57,7 @@ def _why_as_written(call: HigherOrderCall) -> str:
         return settings.as_written
     policy, path = settings.current_policy(), around.path(call.eqn)
     effects.note(policy.reaching(op_catalog.WHILE_LOOP, path), "", path)
-    decision = policy.decide(op_catalog.WHILE_LOOP, path)
+    decision = policy.decision(op_catalog.WHILE_LOOP, path)
     if decision.from_user:
         return decision.why if decision.cast == "fp32" else ""
     again = settings.solves and call.inner_interpreter().backward

@@ -77,7 +77,7 @@ def make(
     composite = is_composite(operator)
 
     def choose(policy: Policy, path: str | None) -> tuple[Decision, casting.Prepare | None]:
-        decision = policy.decide(name, path)
+        decision = policy.decision(name, path)
         effects.asked(policy, name, path)
         if (decision.cast, decision.rule is not None) == torch_rule:
             return decision, None

@@ -65,6 +65,11 @@ class DeviceLoader:
             raise TypeError(f"DeviceLoader(loader): expected a DataLoader or a list of batches, got {loader!r}")
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
             raise ValueError(f"DeviceLoader(prefetch={prefetch!r}): expected a number of batches, 1 or more")
+        if padding is not None and not isinstance(padding, Mapping):
+            raise ValueError(
+                f"DeviceLoader(padding={padding!r}): expected what pads each tensor, by its name in a dict or its "
+                'place in a tuple, as {"input_ids": 0} or {0: 0}; a batch that is one tensor: put it into a tuple'
+            )
         if (buckets is None) != (not padding):
             raise ValueError(
                 f"DeviceLoader(buckets={buckets!r}, padding={padding!r}): expected both or neither, as "

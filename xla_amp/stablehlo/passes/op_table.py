@@ -158,7 +158,7 @@ class Classifier:
 
     def _composite(self, marked: CompositeMark, operation: Any) -> OpClass:
         """The class of a part of another operation, or of one of its edges."""
-        decision = self.policy.decide(marked.operation, marked.path)
+        decision = self.policy.decision(marked.operation, marked.path)
         reached = self.policy.reaching(marked.operation, marked.path)
         shown = marked.operation.partition(".")[0]
         if decision.cast == "ban":
@@ -173,10 +173,10 @@ class Classifier:
     def _decide(self, name: str, module_path: str | None) -> OpClass:
         row = table().rows.get(name) or table().rows.get(_base(name)) or table().unknown
         aten = meanings("stablehlo", name) or meanings("stablehlo", _base(name))
-        decision = self.policy.decide(aten[0], module_path, aten[1:]) if aten else None
+        decision = self.policy.decision(aten[0], module_path, aten[1:]) if aten else None
         reached = self.policy.reaching(aten[0], module_path, aten[1:]) if aten else frozenset[Match]()
         if row.structure == "loop":
-            decision = self.policy.decide(WHILE_LOOP, module_path)
+            decision = self.policy.decision(WHILE_LOOP, module_path)
             reached = self.policy.reaching(WHILE_LOOP, module_path)
         if not row.builtin and decision is not None and not decision.from_user:
             decision = None

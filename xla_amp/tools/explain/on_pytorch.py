@@ -145,4 +145,4 @@ def _is_risky(entry: DecisionRecord) -> bool:
     if entry.layer == "builtin" or entry.cast != "low":
         return False
     built_in = load(entry.policy if entry.policy in BUILTIN else "tpu")
-    return built_in.decide(entry.operation).cast in ("fp32", "fp32_inside", "fp32_out", "fp32_append")
+    return built_in.decision(entry.operation).cast in ("fp32", "fp32_inside", "fp32_out", "fp32_append")

@@ -44,4 +44,4 @@ def _operation(each: OperationDecision) -> Operation:
 
 def _built_in(aten: str) -> bool:
     """Whether the built-in rules keep an ATen operation in float32."""
-    return bool(aten) and load("tpu").decide(aten).cast in ("fp32", "fp32_inside", "fp32_out", "fp32_append")
+    return bool(aten) and load("tpu").decision(aten).cast in ("fp32", "fp32_inside", "fp32_out", "fp32_append")
