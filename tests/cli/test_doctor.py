@@ -20,6 +20,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert found["devices"].endswith("cpu (cpu)")
     assert found["conflicts"] == []
     assert found["low"] == "bfloat16 by the policy tpu"
+    assert found["engine"] == "jax, the lazy device on JAX"
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,23 @@ def test_what_does_not_fit(versions, devices, said, monkeypatch: pytest.MonkeyPa
     found = list(doctor.conflicts(versions, devices))
     assert len(found) == 1
     assert said in found[0][1]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("XLA_AMP_ENGINE", "foo", "XLA_AMP_ENGINE='foo': expected one of auto, torch_xla, jax"),
+        ("XLA_AMP_RULES", "foo=bar", "XLA_AMP_RULES, rule 1 ('foo=bar'): unknown cast 'bar'"),
+        ("XLA_AMP_POLICY", "absent.toml", "policy file 'absent.toml' cannot be read"),
+        ("XLA_AMP_TAPE_LIMIT", "-1", "XLA_AMP_TAPE_LIMIT"),
+    ],
+)
+def test_a_setting_that_cannot_be_followed(variable, value, said, monkeypatch: pytest.MonkeyPatch):
+    assert list(doctor.settings()) == []
+    monkeypatch.setenv(variable, value)
+    ((found, advice),) = doctor.settings()
+    assert said in found
+    assert advice == "correct it, or unset the variable"
 
 
 def test_what_fits(monkeypatch: pytest.MonkeyPatch):

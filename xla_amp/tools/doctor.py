@@ -7,6 +7,7 @@ print, hang or end a process.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -19,7 +20,7 @@ from typing import Any, Final
 from xla_amp import hardware
 from xla_amp.common import config
 from xla_amp.errors import PolicyError
-from xla_amp.policy import load
+from xla_amp.policy import load, resolve
 from xla_amp.policy.load import default_name
 from xla_amp.tools.explain.page import Page, Report, Section
 
@@ -60,6 +61,22 @@ if found[0][0] in ("gpu", "cuda") and importlib.util.find_spec("torch"):
     shared = torch.cuda.is_available()
 print(json.dumps([found, shared]))
 """
+_SETTINGS: Final = (
+    config.alone,
+    config.compiler_options,
+    config.debug,
+    config.eager,
+    config.engine,
+    config.fallback,
+    config.huggingface,
+    config.platform,
+    config.program_memory,
+    config.progress,
+    config.tape_limit,
+    config.timeout,
+    config.warns_of_cpu_training,
+)
+"""Readers of variables, each of which raises for a value that it does not have."""
 _ALLOCATOR: Final = ("PREALLOCATE", "MEM_FRACTION", "ALLOCATOR")
 """Ends of JAX's variables, after XLA_PYTHON_CLIENT_, each of which says how much memory it takes at its start."""
 
@@ -78,6 +95,8 @@ class Diagnosis(Report):
     """The folder of compiled programs, with its size."""
     environment: Mapping[str, str]
     """Variables that change what is computed, compiled or found."""
+    engine: str = ""
+    """What XLA tensors of PyTorch are on; empty without PyTorch."""
     low: str = ""
     """The default low dtypes and policy on the first device; empty where there is none."""
     conflicts: tuple[tuple[str, str], ...] = ()
@@ -95,6 +114,7 @@ class Diagnosis(Report):
                 "system": platform.platform(),
                 "processor": self.processor,
                 "devices": self.devices,
+                **({"engine": self.engine} if self.engine else {}),
                 **({"low dtype": self.low} if self.low else {}),
                 "compiled programs": self.cache,
                 "environment": variables or "none of the variables that matter is set",
@@ -120,8 +140,9 @@ def diagnose() -> Diagnosis:
         devices=_shown(devices),
         cache=_cache(),
         environment={name: value for name, value in sorted(os.environ.items()) if value and name.startswith(_PREFIXES)},
+        engine=_engine(versions),
         low=low_dtypes(devices),
-        conflicts=tuple(conflicts(versions, devices, shared)),
+        conflicts=(*settings(), *conflicts(versions, devices, shared)),
     )
 
 
@@ -159,6 +180,27 @@ def _shown(devices: list[list[str]] | str) -> str:
         return devices
     kinds = {f"{place} ({kind}{f', {capability}' if capability else ''})" for place, kind, capability in devices}
     return f"{len(devices)}: {', '.join(sorted(kinds))}"
+
+
+def _engine(versions: Mapping[str, str]) -> str:
+    if "torch" not in versions:
+        return ""
+    try:
+        wanted = config.engine()
+    except PolicyError:  # `settings` has it
+        return ""
+    fits = "torch_xla" in versions and _pair(versions["torch_xla"]) == _pair(versions["torch"])
+    chosen = ("torch_xla" if fits else "jax") if wanted == "auto" else wanted
+    return {"jax": "jax, the lazy device on JAX", "torch_xla": "torch_xla"}[chosen]
+
+
+def settings() -> Iterator[tuple[str, str]]:
+    """(an environment variable with a value that nothing can follow, what to do)."""
+    for read in (*_SETTINGS, functools.partial(resolve, "tpu")):
+        try:
+            read()
+        except PolicyError as error:
+            yield str(error), "correct it, or unset the variable"
 
 
 def low_dtypes(devices: list[list[str]] | str) -> str:
