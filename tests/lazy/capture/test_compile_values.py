@@ -50,6 +50,21 @@ class Trainer:
         return x * self.weight
 
 
+def test_a_captured_method_has_the_counts_of_its_step(device):
+    class Doubles:
+        @xla_amp.compile
+        def step(self, x):
+            return x * 2
+
+    doubles, x = Doubles(), torch.ones(2, device=device)
+    assert [doubles.step(x).sum().item() for _ in range(4)] == [4.0] * 4
+    assert doubles.step.replays == Doubles.step.replays == 2
+    doubles.step.reset()
+    assert (doubles.step.replays, doubles.step.reasons) == (0, [])
+    report = xla_amp.find_overflow(doubles.step, torch.full((2,), 3e38, device=device))
+    assert "mul" in str(report)
+
+
 @pytest.fixture
 def x(device):
     settings.__dict__.update(ALPHA=2.0, T={"k": [2.0]}, mode=Mode.DOUBLE, weights=None)

@@ -94,8 +94,11 @@ def test_another_version_is_another_folder(tmp_path: Path) -> None:
     assert [start(program=text, **named)["programs_loaded"] for text in (IS_NAN, program, IS_NAN)] == [0, 0, 1]
 
 
-def test_an_edited_lowering_is_another_program(device: torch.device, folder: Path) -> None:
+def test_an_edited_lowering_is_another_program(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A program is named by its lowered text: that of an edited function of the same name is another one."""
+    monkeypatch.setenv("XLA_AMP_DEBUG", "recompile")
 
     def doubled(factor: float) -> Any:
         def lowering(x: jax.Array) -> jax.Array:
@@ -109,6 +112,7 @@ def test_an_edited_lowering_is_another_program(device: torch.device, folder: Pat
         with counted() as counts:
             assert doubled(factor)(x).tolist() == pytest.approx([value] * 3)
         assert (counts.compilations, counts.programs_loaded) == (compiled, 1 - compiled)
+        assert ("loaded a program that was compiled before" in caplog.text) == (not compiled)
 
 
 def test_an_executable_is_not_called_under_other_options(device: torch.device) -> None:

@@ -7,6 +7,7 @@ a capture.  Two recorded calls of a capture that agree (`recording`) make its re
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -186,7 +187,7 @@ class Compiled(Generic[_Arguments, _Result]):
     def __get__(self, instance: object, owner: type | None = None) -> Callable[..., _Result]: ...
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else types.MethodType(self, instance)  # which has `replays` and `reset`, too
 
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         # The last three see all operations, of which a replay has none.

@@ -62,9 +62,13 @@ def compiled(program: XlaProgram) -> None:
         RecompileWarning: if a filter makes it an error.
         PolicyError: ``XLA_AMP_DEBUG`` has an unknown word.
     """
-    if program.loaded or compiling.runs_few_times():
+    if compiling.runs_few_times():
         return
     location = events.user_location()
+    if program.loaded:
+        if "recompile" in config.debug():
+            _log.warning("%s: loaded a program that was compiled before", location or "a backward pass")
+        return
     line = _lines.setdefault(location, _Line())
     before = None if line.program is None else line.program()
     line.program, line.programs = weakref.ref(program), line.programs + 1

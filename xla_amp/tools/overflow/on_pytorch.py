@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -121,6 +122,8 @@ def uncompiled(step: Callable[..., Any]) -> Callable[..., Any]:
     """The function behind `xla_amp.compile`, whose replays dispatch no operations."""
     if isinstance(step, functools.partial):
         return functools.partial(uncompiled(step.func), *step.args, **step.keywords)
+    if isinstance(step, types.MethodType):
+        return functools.partial(uncompiled(step.__func__), step.__self__)
     return step.__wrapped__ if getattr(step, "replays_without_operations", False) else step  # type: ignore[attr-defined]
 
 
