@@ -13,9 +13,11 @@ from equinox.internal import while_loop
 from jax import lax
 from jax.custom_derivatives import linear_call
 from jax.experimental import pallas as pl
+from jax.experimental.jet import jet
 
 import xla_amp
 from xla_amp.common import events
+from xla_amp.errors import PolicyError
 from xla_amp.jax import autocast
 
 W = jnp.asarray(np.random.RandomState(0).randn(8, 8) / 3, jnp.float32)
@@ -361,3 +363,103 @@ def test_a_function_of_jit_has_its_methods():
     low.clear_cache()
     assert compilations(lambda: low(X, 3, buffer=X + 0)) > 0
     assert compilations(lambda: low(X, 3, buffer=X + 0)) == 0
+
+
+# ---- symbolic sizes --------------------------------------------------------------------------------------------------
+
+LAYER = {"w": jnp.full((8, 16), 0.1), "b": jnp.linspace(-1.0, 1.0, 16), "q": jnp.eye(16), "scale": jnp.ones(16)}
+KERNEL = jnp.full((3, 3, 4, 16), 0.1)
+
+
+def attended(p, x):
+    query = x @ p["w"]
+    scores = jnp.where(jnp.tril(jnp.ones((x.shape[1],) * 2, bool)), jnp.einsum("bqd,bkd->bqk", query, query), -1e9)
+    return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), query) @ p["q"] + p["b"]
+
+
+def normed(p, x):
+    y = x @ p["w"] + p["b"]
+    centred = y - y.mean(-1, keepdims=True)
+    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * p["scale"] + p["b"]
+
+
+def recurrent(p, x):
+    def body(carry, each):
+        carry = jnp.tanh(carry @ p["q"] + each @ p["w"] + p["b"])
+        return carry, carry
+
+    return lax.scan(body, jnp.zeros((x.shape[1], 16)), x)[1]
+
+
+SYMBOLIC = {
+    "linear": (lambda p, x: jnp.tanh(x @ p["w"] + p["b"]), "b, 8"),
+    "linear of two": (lambda p, x: jnp.tanh(x @ p["w"] + p["b"]), "b, t, 8"),
+    "convolution": (
+        lambda p, x: (
+            lax.conv_general_dilated(x, KERNEL, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + p["b"]
+        ),
+        "b, t, 8, 4",
+    ),
+    "attention": (attended, "b, 5, 8"),
+    "attention of two": (attended, "b, t, 8"),
+    "norm": (normed, "b, t, 8"),
+    "embedding": (lambda p, x: p["q"][(x[..., 0] > 0).astype(int)] @ p["q"] + p["b"], "b, t, 1"),
+    "scan": (recurrent, "5, b, 8"),
+    "scan of two": (recurrent, "t, b, 8"),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_symbolic_sizes_are_exported(name):
+    function, sizes = SYMBOLIC[name]
+
+    def loss(p, x):
+        return (function(p, x) ** 2).mean()
+
+    known = {"b": 3, "t": 5}
+    x = jax.random.normal(jax.random.key(0), [known.get(size) or int(size) for size in sizes.split(", ")])
+    given = jax.ShapeDtypeStruct(jax.export.symbolic_shape(sizes), jnp.float32)
+    for way in (jax.jit(jax.value_and_grad(autocast(loss))), autocast(jax.jit(jax.value_and_grad(loss)))):
+        exported = jax.export.export(way)(LAYER, given)
+        assert "bf16" in exported.mlir_module()
+        for one, other in zip(*map(jax.tree.leaves, (exported.call(LAYER, x), way(LAYER, x))), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-2, atol=2e-3)
+
+
+# ---- what JAX has in float32 only ------------------------------------------------------------------------------------
+
+WIDE_ONLY = {
+    "complex": lambda y: jnp.abs(lax.complex(y, y)),
+    "conj": lambda y: jnp.abs(lax.conj(y)),
+    "rfft": lambda y: jnp.abs(jnp.fft.rfft(y)),
+    "irfft": jnp.fft.irfft,
+    "cholesky": lambda y: jnp.linalg.cholesky(y @ y.T),
+    "solve": lambda y: jnp.linalg.solve(y, y[0]),
+    "svd": lambda y: jnp.linalg.svd(y, compute_uv=False),
+    "qr": lambda y: jnp.abs(jnp.linalg.qr(y)[1]),
+    "eigh": lambda y: jnp.linalg.eigh(y + y.T)[0],
+}
+
+
+@pytest.mark.parametrize("policy", ["tpu", "cuda", "hpu"])
+@pytest.mark.parametrize("name", WIDE_ONLY)
+def test_what_jax_has_in_float32_only_is_float32_after_a_product(name, policy):
+    y = jnp.eye(6) * 6 + jnp.arange(36.0).reshape(6, 6) / 36
+    expected = WIDE_ONLY[name](y)
+    result = jax.jit(autocast(lambda y: WIDE_ONLY[name](y @ jnp.eye(6)), policy=policy))(y)
+    assert result.dtype == jnp.float32
+    np.testing.assert_allclose(result, expected, rtol=2e-2, atol=2e-2 * float(jnp.abs(expected).max()))
+
+
+def test_a_rule_that_asks_for_what_jax_has_not_is_refused_when_it_is_made():
+    for rule in ("fft", "linalg_cholesky"):
+        with pytest.raises(PolicyError, match=f"JAX has {rule} in float32 and wider dtypes only"):
+            autocast(rules={rule: "low"})
+    autocast(rules={"linalg_cholesky": "fp32", "class:elementwise": "low"})
+
+
+def test_jet_says_where_autocast_belongs():
+    with pytest.raises(TypeError, match=r"autocast\(lambda \*primals: jet\(f, primals, series\)\)"):
+        jet(autocast(lambda x: jnp.tanh(x @ W)), (X,), ((X, X),))
+    inside, _ = autocast(lambda *primals: jet(lambda x: jnp.tanh(x @ W), primals, ((X, X),)))(X)
+    np.testing.assert_allclose(inside, jnp.tanh(X @ W), atol=2e-2)

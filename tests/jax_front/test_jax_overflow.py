@@ -216,3 +216,12 @@ def test_objects_of_nnx_keep_their_state():
     report = find_overflow(nnx.jit(lambda model, x: model(x)), model, jnp.ones((1, 2)))
     assert report.first.place.operation == "log"
     assert float(model.count[...]) == 0
+
+
+def test_a_mutable_array_is_looked_into():
+    def step(x):
+        cell = jax.new_ref(x * 2)
+        cell[...] = cell[...] / 0
+        return cell[...]
+
+    assert find_overflow(step, jnp.ones(4)).first.place.operation == "div"

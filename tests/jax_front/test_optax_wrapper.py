@@ -166,6 +166,20 @@ def test_another_value_for_conditionals_is_rejected():
         skip_nonfinite(optax.sgd(0.1), conditionals="drop")
 
 
+def test_a_number_is_no_loss_scale():
+    with pytest.raises(TypeError, match=r"loss_scale=32768\.0.*write loss_scale=LossScale\.dynamic"):
+        skip_nonfinite(optax.sgd(0.1), loss_scale=2.0**15)  # type: ignore[arg-type]
+
+
+def test_a_new_state_can_be_donated():
+    scale, params = LossScale.dynamic(), jnp.ones(3)
+    optimizer = skip_nonfinite(optax.adam(0.1), loss_scale=scale)
+    step = jax.jit(lambda state, params: optimizer.update(params, state, params)[1], donate_argnums=0)
+    for _ in range(2):  # the scale that was given is still there for the second state
+        state = step(optimizer.init(params), params)
+    assert (int(state.skipped), float(scale.value)) == (0, 2.0**16)
+
+
 # -- loss scale, extra arguments, several devices ---------------------------------------------------------------------
 
 

@@ -286,6 +286,11 @@ class _Jitted:
 
 def _evaluate(region: AutocastContext, function: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function under autocast and reports the user's rules that had no effect on it."""
+    if type(compat.current_trace()).__name__ == "JetTrace":
+        raise TypeError(
+            "jet(autocast(f), ...): jax.experimental.jet has no rules for low products; put autocast around it: "
+            "autocast(lambda *primals: jet(f, primals, series))(*primals)"
+        )
     settings = region.settings()
     policy = settings.current_policy()
     # What a region inside of another one decides is not decided again by the outer one.

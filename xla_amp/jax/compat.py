@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import pjit as private_pjit
 from jax._src.interpreters import ad as private_ad
 from jax.extend import core as extended
@@ -443,6 +445,14 @@ def phase() -> str:
 def values_of_shards(value: Any) -> Any:
     """`value`; inside of a `jax.shard_map` that runs eagerly, the array of all devices' values."""
     return getattr(value, "val", value) if isinstance(value, jax.core.Tracer) else value
+
+
+_ANY_SIZE = 1 << 20
+
+
+def size(value: Any) -> int:
+    """The number of elements of an array or a type, to be compared; a symbolic size counts as a large one."""
+    return math.prod(each if isinstance(each, int) else _ANY_SIZE for each in np.shape(value))
 
 
 def is_array(value: Any) -> bool:

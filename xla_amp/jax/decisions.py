@@ -31,6 +31,9 @@ _CASTABLE = frozenset(jnp.dtype(name) for name in ("float32", *LOW_DTYPES))
 
 F32 = jnp.dtype(jnp.float32)
 
+LOW_CASTS: Final[tuple[Cast, ...]] = ("low", "low_fp32_out")
+"""Casts with low operands."""
+
 
 def dtype_of(value: Any) -> Any:
     """dtype of an array, tracer, scalar or aval; None if it has none."""
@@ -87,9 +90,24 @@ def resolve_settings(
         PolicyError: `policy` cannot be loaded, or `rules` are malformed.
         UnsupportedDtypeError: the policy does not offer this low dtype.
     """
+    for pattern, wanted in (rules or {}).items():
+        if wanted in LOW_CASTS and _is_never_low(pattern):
+            raise PolicyError(
+                f"autocast(rules={{{pattern!r}: {wanted!r}}}): JAX has {pattern} in float32 and wider dtypes only; "
+                "leave the rule out"
+            )
     chosen = default_name(jax.default_backend()) if policy in (None, policies.DEFAULT) else policy
     effective = policies.resolve(policies.load(chosen), rules)
     return Settings(policy=effective, low=_low_dtype(effective, dtype), carry=carry, residual=residual)
+
+
+def _is_never_low(pattern: str) -> bool:
+    """Whether all that a pattern reaches are primitives without a low form."""
+    reached = set(op_catalog.matching(pattern))
+    low, never = set(), set()
+    for name in op_catalog.catalogue().jaxpr:
+        (never if info(name).no_low else low).update(op_catalog.meanings("jaxpr", name))
+    return not reached.isdisjoint(never) and reached.isdisjoint(low)
 
 
 def _low_dtype(policy: Policy, dtype: Any) -> Any:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from xla_amp.common import events
+from xla_amp.common.types import Cast
 from xla_amp.jax import compat, rebind
 from xla_amp.jax.analyses.exact_reads import exact_values
 from xla_amp.jax.contraction_primitives import (
@@ -27,6 +28,7 @@ from xla_amp.jax.contraction_primitives import (
 )
 from xla_amp.jax.decisions import (
     F32,
+    LOW_CASTS,
     NOTHING_SUMMED,
     Settings,
     ban_error,
@@ -227,12 +229,12 @@ class Interpreter:
         given = [environment[var].array for var in reads]
         dtypes = tuple(dtype_of(value) if is_castable(dtype_of(value)) else None for value in given)
         if decision.cast == "fp32_inside":
-            main = max(range(len(given)), key=lambda i: (dtypes[i] is not None, np.size(given[i])), default=0)
+            main = max(range(len(given)), key=lambda i: (dtypes[i] is not None, compat.size(given[i])), default=0)
             dtypes = (*dtypes[main : main + 1], *dtypes)
         used, result = cast_dtypes(decision.cast, dtypes, self.settings.low, F32, mixed=False)
         used = used[len(used) - len(given) :]
         target = result or next((dtype for dtype in used if dtype is not None), F32)
-        largest = max(map(np.size, given), default=0)
+        largest = max(map(compat.size, given), default=0)
         # Statistics (mean, variance, running averages) stay float32, as in torch's kernels.
         statistics = op_catalog.operation_class(run.operation) == "normalization"
 
@@ -241,7 +243,7 @@ class Interpreter:
             known = dict(zip(reads, arrays, strict=True))
             rebind.run(jaxpr.eqns[run.start : run.stop], known, rebind.bind_as_written, _read_as_written)
             for var in leaving:
-                small = statistics and np.size(known[var]) < largest
+                small = statistics and compat.size(known[var]) < largest
                 if dtype_of(known[var]) == F32 and var not in gradients and not small:
                     known[var] = cast(known[var], target)
             return [known[var] for var in leaving]
@@ -408,7 +410,8 @@ class Interpreter:
         if kind == "independent" and decision.cast in ("keep", "promote"):
             used = arrays_of(operands)
         else:
-            used = self.casts.cast_operands(decision.cast, operands, weak, exact=exact, rounds=not row.exact)
+            chosen: Cast = "fp32" if row.no_low else decision.cast
+            used = self.casts.cast_operands(chosen, operands, weak, exact=exact, rounds=not row.exact)
         name = row.dtype_parameter
         if is_castable(params.get(name)):
             dtypes = (dtype_of(value) for value in used)
@@ -515,6 +518,7 @@ def _result_like(operand: Any, params: dict[str, Any], written: Sequence[Any]) -
 def _why_fixed(decision: Decision, row: PrimitiveInfo) -> str:
     """Why a primitive cannot follow a rule; empty if it can."""
     fixed = row.kind in ("conversion", "fixed_dtype") and decision.cast not in ("ban", "keep")
+    fixed = fixed or (row.no_low and decision.cast in LOW_CASTS)
     return f"it runs as it was written: {row.why}" if fixed else ""
 
 

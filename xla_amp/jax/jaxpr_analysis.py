@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, TypeVarTuple, Unpack
@@ -88,7 +87,9 @@ def follows_gradients(jaxpr: Any, after: bool) -> frozenset[int]:
             for found in (updated, model):
                 if not found.isdisjoint(eqn.outvars):
                     found.update(variables)
-    batch = {v for v in (*jaxpr.invars, *jaxpr.constvars) if v in model and v not in updated and _size(v) > 1}
+    batch = {
+        v for v in (*jaxpr.invars, *jaxpr.constvars) if v in model and v not in updated and compat.size(v.aval) > 1
+    }
     """The batch, and what is computed from it outside of the differentiated part."""
     numbers: set[int] = set()
     for index, (eqn, inside, source) in enumerate(zip(eqns, differentiated, sources, strict=True)):
@@ -101,10 +102,6 @@ def follows_gradients(jaxpr: Any, after: bool) -> frozenset[int]:
 
 def _variables(eqn: Any) -> set[Any]:
     return set(compat.variables(eqn.invars))
-
-
-def _size(variable: Any) -> int:
-    return math.prod(getattr(variable.aval, "shape", ()))
 
 
 def gradient_outputs(jaxpr: Any, backward: bool, f32_outputs: Sequence[bool] | None) -> frozenset[Any]:

@@ -230,7 +230,8 @@ def value_and_grad(
         A function ``(loss_scale, *args, **kwargs)`` that returns `ScaledGradients`.
 
     Raises:
-        TypeError: raised by the function if its first argument is not a `LossScale` or the loss is not a real scalar.
+        TypeError: `argnums` are no positions; raised by the function if its first argument is not a `LossScale`, or
+            `fn` does not return a real scalar, with `has_aux` in a pair.
 
     Example:
         >>> import jax.numpy as jnp
@@ -241,6 +242,11 @@ def value_and_grad(
     """
     arguments.require_function("value_and_grad(fn)", fn, "a function that returns a loss")
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if not all(isinstance(number, int) for number in chosen):
+        raise TypeError(
+            f"value_and_grad(argnums={argnums!r}): expected the position of an argument of fn, or several, such as 0 "
+            "or (0, 1); fn's arguments are not chosen by name"
+        )
 
     def scaled_value_and_grad(loss_scale: LossScale, *args: _P.args, **kwargs: _P.kwargs) -> ScaledGradients[_T]:
         if not isinstance(loss_scale, LossScale):
@@ -261,10 +267,14 @@ def value_and_grad(
             for number, argument in zip(chosen, jax.tree.unflatten(tree, filled), strict=True):
                 arguments[number] = argument
             result = fn(*arguments, **kwargs)
+            if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+                raise TypeError(
+                    "value_and_grad(fn, has_aux=True): expected fn to return (loss, aux), got "
+                    f"{_shown(result)}; leave has_aux out where fn returns its loss alone"
+                )
             loss: Any = result[0] if has_aux else result  # type: ignore[index]  # a pair where has_aux is set
             if not is_inexact(loss) or jnp.shape(loss) != () or jnp.iscomplexobj(loss):
-                got = f"{jnp.result_type(loss)}{list(jnp.shape(loss))}" if _is_array(loss) else repr(loss)
-                raise TypeError(f"value_and_grad(fn): expected fn to return a real scalar loss, got {got}")
+                raise TypeError(f"value_and_grad(fn): expected fn to return a real scalar loss, got {_shown(loss)}")
             return loss_scale.scale(loss), result
 
         scaled, value = jax.grad(scaled_loss, has_aux=True)([jnp.asarray(leaves[index]) for index in indices])
@@ -370,6 +380,10 @@ def is_inexact(leaf: Any) -> bool:
     return (_is_array(leaf) or isinstance(leaf, float | complex)) and jnp.issubdtype(
         getattr(leaf, "dtype", type(leaf)), jnp.inexact
     )
+
+
+def _shown(value: Any) -> str:
+    return f"{jnp.result_type(value)}{list(jnp.shape(value))}" if _is_array(value) else repr(value)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -68,6 +68,7 @@ def skip_nonfinite(
     Raises:
         EngineError: optax is not installed.
         PolicyError: `conditionals` has another value.
+        TypeError: `inner` is no transformation, or `loss_scale` no `LossScale`.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -89,6 +90,11 @@ def skip_nonfinite(
         raise TypeError(
             f"skip_nonfinite(inner): expected an optax transformation such as optax.adam(1e-3), got {inner!r}"
         )
+    if not isinstance(loss_scale, LossScale | None):
+        raise TypeError(
+            f"skip_nonfinite(loss_scale={loss_scale!r}): expected xla_amp.jax.LossScale, got "
+            f"{type(loss_scale).__name__}; write loss_scale=LossScale.dynamic(2.0**15)"
+        )
     extended = optax.with_extra_args_support(inner)
 
     def run(updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
@@ -97,8 +103,9 @@ def skip_nonfinite(
         return _without_conditionals(functools.partial(extended.update, **extra), updates, state, params)
 
     def init(params: Any) -> SkipNonfiniteState:
-        zero = jnp.zeros((), jnp.int32)
-        return SkipNonfiniteState(extended.init(params), zero, zero, jnp.asarray(True), loss_scale)
+        counters = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        scale = jax.tree.map(jnp.copy, loss_scale)  # the state may be donated
+        return SkipNonfiniteState(extended.init(params), *counters, jnp.asarray(True), scale)
 
     def update(
         updates: Any, state: SkipNonfiniteState, params: Any = None, *, finite: Any = None, **extra: Any

@@ -70,6 +70,8 @@ class PrimitiveInfo(NamedTuple):
     """Whether it computes what is no operation of the program, so that `find_overflow` sees its results only."""
     plumbing: bool = False
     """Whether it moves or makes values and rounds nothing, so that `explain` leaves it out of what is computed."""
+    no_low: bool = False
+    """Whether JAX has it for float32 and wider only: its operands are float32 whatever the policy says."""
     dtype_parameter: str = ""
     """The parameter that holds the dtype of its result."""
     axis_order: str = ""
@@ -172,6 +174,13 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
         "fixed_dtype", "a solver compares residuals, which low products would not let converge",
         "custom_linear_solve",
         opaque=True,
+    )
+    | _row(
+        None, "JAX has it in float32 and wider dtypes only",
+        "cholesky", "cholesky_update", "complex", "conj", "eig", "eigh", "fft", "geqp3", "geqrf", "hessenberg",
+        "householder_product", "lu", "ormqr", "qr", "schur", "svd", "triangular_solve", "tridiagonal",
+        "tridiagonal_solve",
+        no_low=True,
     )
     | _row("call", "a named function", "closed_call", "core_call", "eval_jaxpr", "jit", "pjit")
     | _row("checkpoint", "a function that the backward pass recomputes", "checkpoint", "remat", "remat2")

@@ -143,7 +143,7 @@ class CastCache:
             facts = facts._replace(features=tuple(features))
         if dtype_of(result) != dtype_of(source.array) or not known.weight:
             return Value(result, facts)
-        grown = np.size(result) > np.size(source.array) and not row.between_devices
+        grown = compat.size(result) > compat.size(source.array) and not row.between_devices
         facts = facts._replace(weight=True, broadcast=known.broadcast or grown)
         return Value(result, facts, Move(primitive, params, source, tuple(rest)))
 
@@ -216,11 +216,11 @@ def _is_bias(value: Value, product: Value) -> bool:
     own, shape = np.shape(value.array), np.shape(product.array)
     if not value.facts.weight or len(own) != len(shape):
         return False
-    spread = np.size(value.array) < np.size(product.array) or (
+    spread = compat.size(value.array) < compat.size(product.array) or (
         value.move is not None and np.ndim(value.move.source.array) < len(own)
     )
     fits = all(size in (1, full) for size, full in zip(own, shape, strict=True))
-    axes = {axis for axis, size in enumerate(own) if size > 1}
+    axes = {axis for axis, size in enumerate(own) if size not in (0, 1)}
     return bool(spread and fits and any(axes <= features for features in product.facts.features))
 
 

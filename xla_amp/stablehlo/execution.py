@@ -104,10 +104,20 @@ def compile_module(module: ir.MlirModule, device: Any = None, options: Mapping[s
         raise ModuleError("XLA cannot run quantized types (!quant.uniform); they can be read and converted only")
     if missing := ir.without_body(module):
         raise ModuleError(f"XLA cannot run @{missing[0]}, a function that is declared without a body")
+    if b"lapack_" in data:
+        _start_lapack()
     try:
         return client.compile_and_load(data, placed, chosen)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise ModuleError(f"XLA cannot compile the module: {str(error).splitlines()[0]}") from None
+
+
+@functools.cache
+def _start_lapack() -> None:
+    """JAX loads LAPACK when it lowers a call of it; without that, a program that calls it ends the process."""
+    import jax
+
+    jax.jit(jax.numpy.linalg.cholesky).lower(jax.ShapeDtypeStruct((1, 1), np.float32))
 
 
 def execute(executable: Any, arguments: Sequence[Any], device: Any = None) -> list[np.ndarray[Any, Any]]:

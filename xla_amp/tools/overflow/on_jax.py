@@ -281,6 +281,7 @@ def _operand(name: str, shape: tuple[int, ...], parts: Sequence[np.ndarray[Any, 
 def _parts(value: Any) -> tuple[list[np.ndarray[Any, Any]], bool]:
     """The values of a floating-point array on the host, shard by shard if other processes have some; none otherwise."""
     array = compat.values_of_shards(value)
+    array = array[...] if isinstance(array, jax.Ref) else array
     dtype = getattr(array, "dtype", None)
     if dtype is None:
         array = np.asarray(value)
