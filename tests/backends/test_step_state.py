@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import xla_amp
-from xla_amp.backends.step_state import OptimizerState, StepState, restored
+from xla_amp.backends.step_state import StepState, restored
 
 
 def training(device):
@@ -74,29 +74,3 @@ def test_a_scaler_is_restored(device):
     saved.restore()
     scaler.step(optimizer)
     scaler.update()
-
-
-def test_the_host_state_of_an_optimizer_has_copies_of_tensors_in_containers():
-    weight = torch.ones(2, device=xla_amp.xla_device(), requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    count = torch.zeros(1)
-    optimizer.state[weight] = {"counts": [count, 3], "average": weight.detach().clone()}
-    before = OptimizerState(optimizer)
-    assert before.host[weight, "counts", 1] == 3
-    assert list(before.tensors) == [(weight, "average")]
-    assert before.same_host(OptimizerState(optimizer))
-    count += 1
-    optimizer.state[weight]["counts"].append(4)
-    assert not before.same_host(OptimizerState(optimizer))
-    before.restore()
-    assert before.same_host(OptimizerState(optimizer))
-    assert count.item() == 0
-
-
-def test_only_the_parameters_that_are_asked_for_are_restored():
-    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
-    optimizer = torch.optim.SGD([first, second], lr=0.1)
-    before = OptimizerState(optimizer, [first])
-    optimizer.state[first]["a"] = optimizer.state[second]["a"] = 1
-    before.restore()
-    assert list(optimizer.state) == [second]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -76,6 +77,24 @@ class Processes(Protocol):
         """``reduce_fn`` of the list of every process's data."""
 
 
+class Guard(Protocol):
+    """What a block writes to tensors that are older than it."""
+
+    def waited(self) -> bool:
+        """Whether the block has read a value on the host so far; False if unknown."""
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether the block made the memory of a tensor."""
+
+    def undo(self, found_inf: torch.Tensor, replaced: Sequence[tuple[torch.Tensor, torch.Tensor, Any]] = ()) -> None:
+        """In the block: undoes its writes where `found_inf` (a scalar) is not zero, without reading it.
+
+        Args:
+            found_inf: on the device.
+            replaced: new tensors, each with another and the storage that this had: they get its old value there.
+        """
+
+
 @runtime_checkable
 class Engine(Protocol):
     """An executor of torch operations on an XLA device: the module `xla_amp.lazy` or `xla_amp.backends.torch_xla`.
@@ -118,11 +137,8 @@ class Engine(Protocol):
     def zeros(self, wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor] | None:
         """Contiguous zeros of each shape and dtype, made outside the step; None if the step must make them."""
 
-    def snapshot(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """The values that `tensors` have now, for `select`."""
-
-    def select(self, found_inf: torch.Tensor, new: Sequence[torch.Tensor], old: Any) -> None:
-        """Gives `new` its values in the snapshot `old` where `found_inf` (a scalar) is not zero, without reading it."""
+    def guard(self) -> contextlib.AbstractContextManager[Guard]:
+        """Context manager with a guard of what its block writes to tensors."""
 
     def manual_seed(self, seed: int) -> None:
         """Seeds the device's random generator."""

@@ -7,7 +7,6 @@ program, and the next step another program, as long to compile.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,16 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xla_amp.backends import devices
 
-_without: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that have no state, or make it in a step."""
-
 
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """`create` in a hook before a step; where the step gets a closure, after that, which computes the gradients."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if optimizer.state:
         return None
-    if closure is None or optimizer in _without or not _makes_state(optimizer):
+    if closure is None or not _makes_state(optimizer):
         return create(optimizer)
 
     def then_create() -> Any:
@@ -43,10 +39,8 @@ def create(optimizer: Optimizer) -> None:
     Only for steps of torch.optim's own classes.  SGD's momentum begins as zeros, where torch begins with a copy of the
     gradient: the first step leaves the same momentum.
     """
-    if optimizer in _without:
-        return
     if not _makes_state(optimizer):
-        return _without.add(optimizer)
+        return
     init_group: Callable[..., Any] = optimizer._init_group  # type: ignore[attr-defined]
     lists = len(inspect.signature(init_group).parameters) - 1
     with torch.no_grad(), _OutsideStep():  # type: ignore[no-untyped-call]
@@ -58,18 +52,22 @@ def create(optimizer: Optimizer) -> None:
                     if parameter.grad is None or parameter.grad.is_sparse or state.get("momentum_buffer") is not None:
                         continue
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    if not optimizer.state:
-        _without.add(optimizer)
-    return None
 
 
 def _makes_state(optimizer: Optimizer) -> bool:
-    """Whether its step is one of torch.optim's that make state."""
-    plain = torchs_class(optimizer)
-    owner = next((c for c in plain.__mro__ if "_init_group" in vars(c)), None)
-    if owner is None or not is_torchs(owner):
+    """Whether its step is one of torch.optim's that make state before their first update."""
+    if not has_torchs_step(optimizer) or not hasattr(optimizer, "_init_group"):
         return False
-    return inspect.unwrap(plain.step) is inspect.unwrap(owner.step)  # type: ignore[attr-defined]
+    return not isinstance(optimizer, torch.optim.SGD) or any(
+        group["momentum"] and not group["dampening"] for group in optimizer.param_groups
+    )
+
+
+def has_torchs_step(optimizer: Optimizer) -> bool:
+    """Whether its step, and the state that this makes, are those of a class of torch.optim."""
+    plain: Any = torchs_class(optimizer)
+    functions = (getattr(plain, name, None) for name in ("step", "_init_group"))
+    return all(each is None or is_torchs(inspect.unwrap(each)) for each in functions)
 
 
 def torchs_class(optimizer: Optimizer) -> type:
@@ -78,9 +76,9 @@ def torchs_class(optimizer: Optimizer) -> type:
     return kind.__mro__[2] if getattr(kind, "wraps_next_class", False) else kind
 
 
-def is_torchs(optimizer: type) -> bool:
-    """Whether the class is one of torch.optim's own."""
-    return f"{optimizer.__module__}.".startswith("torch.optim.")
+def is_torchs(made: Any) -> bool:
+    """Whether a class or a function is one of torch.optim's own."""
+    return f"{made.__module__}.".startswith("torch.optim.")
 
 
 class _OutsideStep(TorchDispatchMode):

@@ -1,17 +1,13 @@
 """Save the state of a training step, and restore it.
 
-`StepState` saves Python objects: attributes of modules, optimizers, schedulers and scalers, `.grad`, and the states of
-random generators; `OptimizerState` is its part for one optimizer.  Values of tensors need a copy before each write.
-There are two ways to it:
-
-* `restored` copies before each operation that writes, on any device (`xla_amp.find_overflow`, `xla_amp.search`);
-* a step that a scaler skips selects between old and new values on the device (`xla_amp.backends.skip_step`).
+`StepState` saves Python objects: what modules, optimizers, schedulers and scalers hold, `.grad`, and the states of
+random generators.  Values of tensors need a copy before each write: `restored` makes it, on any device, for
+`xla_amp.find_overflow` and `xla_amp.search`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,13 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xla_amp.backends import base, devices
-from xla_amp.backends.trees import tree_leaves, tree_map
-
-Path = tuple[Any, ...]
-"""Where a value of an optimizer is: (parameter or number of the group, name), and an index if it is in a container."""
-
-STATEFUL = (torch.nn.Module, Optimizer, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
+from xla_amp.backends import base, held
+from xla_amp.backends.trees import tree_leaves
 
 
 def reachable(step: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
@@ -58,7 +49,7 @@ def reachable(step: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         if inspect.ismodule(value) or isinstance(value, type):
             inner = ()
         for candidate in (value, *tree_leaves(list(inner))):
-            if isinstance(candidate, STATEFUL):
+            if isinstance(candidate, held.STATEFUL):
                 found[id(candidate)] = candidate
     return list(found.values())
 
@@ -71,162 +62,27 @@ class StepState:
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:
-        self._objects: dict[int, Any] = {}
-        gradients: list[torch.Tensor] = []
-        for value in objects:
-            if isinstance(value, torch.nn.Module):
-                self._objects.update((id(part), part) for part in value.modules())
-                gradients += value.parameters()
-            else:
-                self._objects[id(value)] = value
-            if isinstance(value, Optimizer):
-                gradients += [parameter for group in value.param_groups for parameter in group["params"]]
-        self._attributes = [_Attributes(value) for value in self._objects.values()]
-        optimizers = [value for value in self._objects.values() if isinstance(value, Optimizer)]
-        self._optimizers = [OptimizerState(optimizer) for optimizer in optimizers]
-        self._gradients = [(parameter, parameter.grad) for parameter in gradients]
+        owners = list(objects)
+        self._saved = held.Saved(owners, _attributes)
+        modules = [each for each in owners if isinstance(each, torch.nn.Module)]
+        optimizers = [each for each in owners if isinstance(each, Optimizer)]
+        parameters = [
+            *(each for module in modules for each in module.parameters()),
+            *(each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]),
+        ]
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         self._random_state = random_state()
 
     def restore(self) -> None:
         """Restores all of it."""
-        for attributes in self._attributes:
-            attributes.restore()
-        for state in self._optimizers:
-            state.restore()
+        self._saved.restore()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         set_random_state(self._random_state)
 
 
-class _Attributes:
-    """Attributes of an object, and the entries of dicts and lists among them."""
-
-    def __init__(self, value: Any) -> None:
-        self._value, self._saved = value, dict(vars(value))
-        self._inside: list[tuple[Any, list[Any]]] = []
-        if isinstance(value, torch.amp.GradScaler):
-            # Its own dicts would keep what the step puts into them, so that it would be a result of a program.
-            self._saved = {name: _copied(item) for name, item in self._saved.items()}
-        elif not isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-            elsewhere = value.state if isinstance(value, Optimizer) else None  # `OptimizerState` has it
-            inside = (item for item in self._saved.values() if isinstance(item, dict | list) and item is not elsewhere)
-            self._inside = [(item, _entries(item)) for item in inside]
-
-    def restore(self) -> None:
-        """Restores them, without replacing a dict or a list."""
-        vars(self._value).clear()
-        vars(self._value).update(self._saved)
-        for item, entries in self._inside:
-            item.clear()
-            if isinstance(item, list):
-                item.extend(entries)
-                continue
-            for key, value, inner in entries:
-                item[key] = value
-                if inner is not None:
-                    _refill(value, inner)
-
-
-def _entries(item: Any) -> list[Any]:
-    """Copied entries of a list, or of a dict and of the dicts in it."""
-    if isinstance(item, list):
-        return list(item)
-    return [(key, value, dict(value) if isinstance(value, dict) else None) for key, value in item.items()]
-
-
-def _copied(value: Any) -> Any:
-    """A copy of a dict and of the dicts in it; another value itself."""
-    if not isinstance(value, dict):
-        return value
-    copied = copy.copy(value)
-    copied.update((key, dict(inner)) for key, inner in value.items() if isinstance(inner, dict))
-    return copied
-
-
-def _refill(target: dict[Any, Any], content: Mapping[Any, Any]) -> None:
-    target.clear()
-    target.update(content)
-
-
-class OptimizerState:
-    """An optimizer's state for some parameters, and its groups' options, as they are now.
-
-    Args:
-        optimizer: any optimizer.
-        parameters: whose state is saved; all state by default.
-    """
-
-    tensors: dict[Path, torch.Tensor]
-    """State of parameters on the XLA device that is there too.  These are the tensors themselves, not their values."""
-    host: dict[Path, Any]
-    """The other state of such parameters, and options that are no such tensors; tensors are copies."""
-
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor] | None = None) -> None:
-        self._state: dict[Any, Any] = optimizer.state
-        self._only = parameters
-        keys = self._state if parameters is None else [each for each in parameters if each in self._state]
-        self._states = {key: (self._state[key], _entries_of(self._state[key])) for key in keys}
-        self._groups = [(group, _entries_of(group)) for group in optimizer.param_groups]
-        self.tensors, self.host = {}, {}
-        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for key, (_, entries) in self._states.items():
-            if isinstance(key, torch.Tensor) and devices.is_xla(key.device.type):
-                for name, value in entries.items():
-                    self._add((key, name), value)
-        for number, (_, options) in enumerate(self._groups):
-            for name, value in options.items():
-                self._add((number, name), value)
-
-    def _add(self, path: Path, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            if devices.is_xla(value.device.type):
-                self.tensors[path] = value
-            else:
-                self.host[path] = kept = value.detach().clone()
-                self._copied.append((value, kept))
-        elif isinstance(value, list | tuple | dict):
-            for index, leaf in enumerate(tree_leaves(value)):
-                self._add((*path, index), leaf)
-        else:
-            self.host[path] = value
-
-    def same_host(self, other: OptimizerState) -> bool:
-        """Whether the values of `host` are those of `other`."""
-        if self.host.keys() != other.host.keys():
-            return False
-        return all(_equal(value, other.host[path]) for path, value in self.host.items())
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restores all but the values of `tensors`."""
-        for key in list(self._state) if self._only is None else self._only:
-            if key not in self._states:
-                self._state.pop(key, None)
-        for key, (state, entries) in self._states.items():
-            self._state[key] = state
-            if isinstance(state, dict):
-                _refill(state, entries)
-        for group, options in self._groups:
-            _refill(group, {"params": group["params"], **options})
-        for tensor, value in self._copied:
-            tensor.copy_(value)
-
-
-def _entries_of(owner: Any) -> dict[str, Any]:
-    """The entries of a parameter's state or of a group, with copies of the containers among them."""
-    if not isinstance(owner, dict):
-        return {}
-    return {
-        name: tree_map(lambda leaf: leaf, value) if isinstance(value, list | tuple | dict) else value
-        for name, value in owner.items()
-        if name != "params"
-    }
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return one is other or bool(one == other)
+def _attributes(value: Any) -> dict[str, Any] | None:
+    return vars(value) if isinstance(value, held.STATEFUL) else held.attributes(value)
 
 
 def random_state() -> dict[str, Any]:
@@ -254,7 +110,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def restored(objects: Iterable[Any]) -> Iterator[None]:
     """On exit, restores the values of tensors, `objects` (as for `StepState`) and random generators."""
-    state, written = StepState(objects), _Written()
+    state, written = StepState(objects), Written()
     try:
         with written:
             yield
@@ -263,7 +119,7 @@ def restored(objects: Iterable[Any]) -> Iterator[None]:
         written.restore()
 
 
-class _Written(TorchDispatchMode):
+class Written(TorchDispatchMode):
     """Copies tensors before operations write to them, except tensors that the step created."""
 
     def __init__(self) -> None:
@@ -288,11 +144,18 @@ class _Written(TorchDispatchMode):
                 self._created[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
         return result
 
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether an operation has made the memory of a tensor."""
+        return _storage(tensor) in self._created
+
+    def saved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Written tensors and their copies, in order: an earlier copy may overlap a later one, with older values."""
+        return list(self._saved.values())
+
     @torch.no_grad()
     def restore(self) -> None:
         """Writes the copies back."""
-        # In reverse order: an earlier copy may overlap a later one and has the older values.
-        for tensor, value in reversed(self._saved.values()):
+        for tensor, value in reversed(self.saved()):
             tensor.copy_(value)
 
 
@@ -313,4 +176,4 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> I
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return held.storage_id(tensor.untyped_storage())

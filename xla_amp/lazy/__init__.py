@@ -4,7 +4,7 @@ from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.programs.execute import sync
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.programs.pjrt import platform
-from xla_amp.lazy.steps.rollback import select, snapshot
+from xla_amp.lazy.steps.rollback import guard
 from xla_amp.lazy.steps.step_marker import step_begins
 from xla_amp.lazy.tensors.later import read_later
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -17,6 +17,7 @@ __all__ = [
     "DEVICE_TYPE",
     "device",
     "get_rng_state",
+    "guard",
     "is_started",
     "manual_seed",
     "memory_stats",
@@ -24,9 +25,7 @@ __all__ = [
     "platform",
     "processes",
     "read_later",
-    "select",
     "set_rng_state",
-    "snapshot",
     "step_begins",
     "sync",
     "to_device",

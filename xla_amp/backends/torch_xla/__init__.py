@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from xla_amp.backends import step_state
 from xla_amp.backends.torch_xla import amp_kernels, fused_optimizers
 from xla_amp.backends.torch_xla.metrics import metrics as metrics
 from xla_amp.backends.torch_xla.metrics import steps_ended
@@ -133,17 +134,38 @@ def read_later(tensor: torch.Tensor) -> Read:
     return Read(tensor)
 
 
-def snapshot(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The present values of `tensors`, recorded as copies; XLA removes those that are not needed."""
-    return [tensor.detach().clone() for tensor in tensors]
+class Guard:
+    """What a block writes, copied before; XLA removes copies that are not needed."""
+
+    def __init__(self, written: step_state.Written) -> None:
+        self._written = written
+
+    def waited(self) -> bool:
+        """False."""
+        return False
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether the block made the memory of a tensor."""
+        return self._written.made(tensor)
+
+    @torch.no_grad()
+    def undo(self, found_inf: torch.Tensor, replaced: Sequence[tuple[torch.Tensor, torch.Tensor, Any]] = ()) -> None:
+        """Undoes the writes where `found_inf` (a scalar) is not zero; `replaced` as in `base.Guard`."""
+        put_back = found_inf.reshape(()) != 0
+        for tensor, value in reversed(self._written.saved()):
+            tensor.copy_(torch.where(put_back, value, tensor))
+        for new, old, storage in replaced:
+            view = old.storage_offset(), old.shape, old.stride()
+            before = torch.empty(0, dtype=old.dtype, device=old.device).set_(storage, *view)
+            new.copy_(torch.where(put_back, before, new))
 
 
-@torch.no_grad()
-def select(found_inf: torch.Tensor, new: Sequence[torch.Tensor], old: Sequence[torch.Tensor]) -> None:
-    """Gives `new` the values of `old` where `found_inf` (a scalar) is not zero, without reading it."""
-    put_back = found_inf.reshape(()) != 0
-    for tensor, value in zip(new, old, strict=True):
-        tensor.copy_(torch.where(put_back, value, tensor))
+@contextlib.contextmanager
+def guard() -> Iterator[Guard]:
+    """Context manager with the guard of its block."""
+    written = step_state.Written()
+    with written:
+        yield Guard(written)
 
 
 # ---- random numbers --------------------------------------------------------------------------------------------------

@@ -42,6 +42,11 @@ _MOST_PENDING: Final = 64
 
 
 @events.Point
+def flush_nears() -> None:
+    """Before a flush looks which values are referenced; may reference more of them."""
+
+
+@events.Point
 def flush_begins(parameters: list[Buffer], held: list[bool]) -> None:
     """Before the trace is read; may change its numbers.  `held` says which parameters have a storage."""
 
@@ -193,6 +198,7 @@ def _run(spent: tuple[int, ...] | None) -> None:
 
 def _prepare() -> _Flush:
     """Reads the trace; no value changes."""
+    flush_nears()
     if mesh.active is not None:
         mesh.move_to_mesh(trace.parameters)
     parameters, arrays = trace.parameters, [buffer.array for buffer in trace.parameters]

@@ -1,50 +1,142 @@
-"""Select between old and new values of tensors on a device condition, so that any optimizer can skip a step.
+"""Undo on the device what a block wrote to tensors, so that any optimizer can skip a step.
 
 A conditional would make the host or the device wait; old values are still in the trace, so a select costs nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import torch
 
-from xla_amp.lazy.graph.trace import Buffer, Instruction, Spec, add_parameter, instruction_cache, record, trace
+from xla_amp.lazy.graph.trace import (
+    Buffer,
+    Instruction,
+    Poisoned,
+    Spec,
+    add_parameter,
+    instruction_cache,
+    record,
+    trace,
+)
+from xla_amp.lazy.programs import execute
+from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io
 
+_Reference = weakref.ref[Buffer]
 
-def snapshot(tensors: Iterable[torch.Tensor]) -> list[Buffer]:
-    """The values that `tensors` (lazy device) have now; copies nothing until a flush makes them separate arrays."""
-    with trace.lock:
-        values = [Buffer(value_spec, number) for number, value_spec in map(tensor_io.read, tensors)]
-        trace.computed.extend(map(weakref.ref, values))
-    return values
+
+@contextlib.contextmanager
+def guard() -> Iterator[Guard]:
+    """Context manager with the `Guard` of its block."""
+    made = Guard()
+    trace.guards += 1
+    try:
+        with execute.flush_nears.subscribed(made.keep):
+            yield made
+    finally:
+        trace.guards -= 1
+
+
+class Guard:
+    """The values that buffers had when a block began, for all that the block writes to."""
+
+    def __init__(self) -> None:
+        self._reads = metrics.host_syncs
+        self._kept: dict[_Reference, Buffer] = {}
+        """A written buffer -> its old value, from before a program that ran in the block."""
+        self._begin()
+
+    def _begin(self) -> None:
+        with trace.lock:
+            self._numbers = {
+                reference: buffer.number
+                for reference in trace.computed
+                if (buffer := reference()) is not None and buffer.number >= 0
+            }
+            self._parameters = [buffer.number for buffer in trace.parameters]
+            self._computed = len(trace.computed)
+
+    def keep(self) -> None:
+        """Before a program runs in the block: the old values become results of it."""
+        for buffer, number in list(self._written()):
+            self._kept[weakref.ref(buffer)] = old = Buffer(buffer.spec, number)
+            trace.computed.append(weakref.ref(old))
+        self._numbers, self._parameters, self._computed = {}, [], 0
+
+    def _written(self) -> Iterator[tuple[Buffer, int]]:
+        """Buffers older than the block that it has written to since the last program, and their old numbers."""
+        begun = len(self._parameters)
+        numbers = [*self._parameters, *trace.parameter_numbers[begun:]]
+        later = trace.computed[self._computed :]
+        older = [(reference(), number) for reference, number in self._numbers.items()]
+        for buffer, number in (*older, *zip(trace.parameters, numbers, strict=True)):
+            if buffer is not None and buffer.number != number and not self._is_kept(buffer):
+                yield buffer, number
+        for buffer in [reference() for reference in later]:
+            if buffer is None or buffer.array is None or type(buffer.array) is Poisoned or self._is_kept(buffer):
+                continue
+            if weakref.ref(buffer) not in self._numbers:  # overwritten as a whole, its array was not read
+                yield buffer, add_parameter(Buffer(buffer.spec, array=buffer.array))
+
+    def _is_kept(self, buffer: Buffer) -> bool:
+        return weakref.ref(buffer) in self._kept
+
+    def waited(self) -> bool:
+        """Whether the block has read a value on the host so far."""
+        return metrics.host_syncs != self._reads
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether the block made the memory of a tensor on the device."""
+        buffer = tensor_io.buffer_of(tensor)
+        return buffer.number >= 0 and buffer.array is None and weakref.ref(buffer) not in self._numbers
+
+    def undo(self, found_inf: torch.Tensor, replaced: Sequence[tuple[torch.Tensor, torch.Tensor, Any]] = ()) -> None:
+        """Undoes all writes to older buffers if `found_inf` (a scalar) is not zero.
+
+        Records one operation for all of them; nothing is read back to the host.
+
+        Args:
+            found_inf: a scalar on the device.
+            replaced: tensors that the block made instead of others, each with the other and the storage that it had:
+                they get its old value.
+        """
+        with trace.lock:
+            flag, flag_spec = tensor_io.read(found_inf)
+            written = {
+                id(buffer): (buffer, old.number if old.number >= 0 else add_parameter(old))
+                for reference, old in self._kept.items()
+                if (buffer := reference()) is not None
+            }
+            written |= {id(buffer): (buffer, number) for buffer, number in self._written()}
+            for buffer, _ in written.values():
+                if buffer.number < 0:
+                    add_parameter(buffer)
+            now = [(buffer.number, buffer.spec) for buffer, _ in written.values()]
+            before = [number for _, number in written.values()]
+            for new, old, storage in replaced:
+                buffer = storage._xla_amp
+                number = written[id(buffer)][1] if id(buffer) in written else buffer.number
+                before.append(tensor_io.read(old, buffer if number < 0 else Buffer(buffer.spec, number))[0])
+                now.append(tensor_io.read(new))
+            if not now:
+                return
+            specs = tuple(value_spec for _, value_spec in now)
+            instruction = _selects.get((flag_spec, *specs))
+            if instruction is None:
+                instruction = _selects[flag_spec, *specs] = _instruction(specs)
+            first = record(instruction, flag, *(number for number, _ in now), *before)
+            for number, (buffer, _) in enumerate(written.values(), first):
+                buffer.number = number
+            for number, (new, _, _) in enumerate(replaced, first + len(written)):
+                tensor_io.write(new, number)
 
 
 _selects = instruction_cache()
-
-
-def select(found_inf: torch.Tensor, new: Sequence[torch.Tensor], old: Sequence[Buffer]) -> None:
-    """Gives the tensors `new` their values in `old`, a snapshot of as many, if `found_inf` (a scalar) is not zero.
-
-    Records one operation for all of them; nothing is read back to the host.
-    """
-    if not new:
-        return
-    with trace.lock:
-        flag, flag_spec = tensor_io.read(found_inf)
-        now = [tensor_io.read(tensor) for tensor in new]
-        before = [add_parameter(buffer) if buffer.number < 0 else buffer.number for buffer in old]
-        key = flag_spec, *(value_spec for _, value_spec in now)
-        instruction = _selects.get(key)
-        if instruction is None:
-            instruction = _selects[key] = _instruction(key[1:])
-        first = record(instruction, flag, *(number for number, _ in now), *before)
-        for offset, tensor in enumerate(new):
-            tensor_io.write(tensor, first + offset)
 
 
 def _instruction(specs: tuple[Spec, ...]) -> Instruction:

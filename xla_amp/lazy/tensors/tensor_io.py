@@ -93,9 +93,9 @@ def _foreign(tensor: torch.Tensor) -> DeviceError:
     )
 
 
-def read(tensor: torch.Tensor) -> tuple[int, Spec]:
-    """(number, spec) of the tensor's value."""
-    buffer = buffer_of(tensor)
+def read(tensor: torch.Tensor, of: Buffer | None = None) -> tuple[int, Spec]:
+    """(number, spec) of the tensor's value; with `of`, of the elements of another buffer at its place."""
+    buffer = of or buffer_of(tensor)
     value_spec = buffer.spec
     if tensor.shape == value_spec.shape and tensor.is_contiguous() and tensor.dtype is value_spec.dtype:
         return (buffer.number if buffer.number >= 0 else add_parameter(buffer)), value_spec
@@ -414,7 +414,8 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if source.device.type != DEVICE_TYPE:
         array = transfer.copy_to_device(source, target.dtype)
         buffer = buffer_of(target)
-        if source.shape == target.shape and is_whole(target) and (buffer.number < 0 or not _is_parameter(buffer)):
+        whole = source.shape == target.shape and is_whole(target) and not trace.guards
+        if whole and (buffer.number < 0 or not _is_parameter(buffer)):
             # An upload of the whole buffer replaces the array; operations recorded before use the old value number.
             buffer.array, buffer.number = array, -1
             return
