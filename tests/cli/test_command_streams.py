@@ -51,6 +51,16 @@ def test_a_program_passes_through_a_pipe_and_the_report_goes_to_standard_error(f
     assert b"bf16" in done.stdout
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full, a device that is always full")
+@pytest.mark.parametrize("arguments", [("convert", "net.mlir", "-o", "-", "-q"), ("inspect", "net.mlir")])
+def test_a_full_output_is_one_line(folder, arguments):
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "xla_amp", *arguments]
+        quiet = os.environ | {"XLA_AMP_PROGRESS": "off"}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, cwd=folder, env=quiet)
+    assert (done.returncode, done.stderr) == (2, b"xla-amp: writing standard output: No space left on device\n")
+
+
 @pytest.fixture
 def run(call_cli, folder, monkeypatch):
     monkeypatch.chdir(folder)

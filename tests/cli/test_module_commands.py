@@ -16,6 +16,7 @@ import pytest
 from jax import export
 
 from xla_amp.stablehlo import io, ir
+from xla_amp.stablehlo.guard import guard
 from xla_amp.tools.inspect import inspection
 
 X, W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
@@ -32,6 +33,7 @@ def folder(tmp_path):
     (tmp_path / "net.mlir").write_text(jax.jit(network).lower(X, W).as_text(debug_info=True))
     (tmp_path / "net.jax_export").write_bytes(bytes(export.export(jax.jit(network))(X, W).serialize()))
     np.savez(tmp_path / "samples.npz", X, W)
+    (tmp_path / "link.mlir").symlink_to("net.mlir")
     return tmp_path
 
 
@@ -210,6 +212,26 @@ def test_compare_names_the_results_and_measures_updates(run, folder):
     assert "params['w']" in out
 
 
+def test_samples_in_bfloat16_fit_float32(run, folder):
+    np.savez(folder / "half.npz", X.astype(jnp.bfloat16), W.astype(jnp.bfloat16))
+    status, out, _ = run("convert", "net.mlir", "-o", "low.mlir", "--inputs", "half.npz")
+    assert (status, "achieved error" in out) == (0, True)
+    np.savez(folder / "eight.npz", X.astype(jnp.float8_e4m3fn), W)
+    status, _, err = run("convert", "net.mlir", "-o", "low.mlir", "--inputs", "eight.npz")
+    assert (status, "a dtype that .npz files do not name" in err) == (1, True)
+
+
+@pytest.mark.parametrize("name", ["svd", "solve"])
+def test_programs_that_call_lapack_are_compared(run, folder, name):
+    functions = {
+        "svd": lambda x: jnp.linalg.svd(x, compute_uv=False),
+        "solve": lambda x: jnp.linalg.solve(x, x[0]),
+    }
+    guard.close()  # what one program starts would serve the next
+    (folder / "lapack.mlir").write_text(jax.jit(functions[name]).lower(jnp.eye(6)).as_text())
+    assert run("compare", "lapack.mlir", "lapack.mlir", "-q") == (0, "", "")
+
+
 def test_a_report_needs_jinja2(run, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     status, out, err = run("convert", "net.mlir", "-o", "low.mlir", "--report", "page.html")
@@ -224,6 +246,11 @@ def test_a_report_needs_jinja2(run, folder, monkeypatch):
         (("inspect", "samples.npz"), 1, "neither MLIR text in UTF-8, MLIR bytecode nor a portable artifact"),
         (("convert", "net.mlir"), 2, "required: -o/--output"),
         (("convert", "net.mlir", "-o", "out", "--report", "no/page"), 2, "--report no/page: no folder no"),
+        (("convert", "net.mlir", "-o", "out", "--report", "."), 2, "--report .: a folder; give the name of a file"),
+        (("convert", "net.mlir", "-o", "out", "--report", "./out"), 2, "--report out: it is the file of -o, too"),
+        (("convert", "net.mlir", "-o", "./no/../net.mlir"), 2, "it is the input net.mlir, which would be lost"),
+        (("convert", "net.mlir", "-o", "link.mlir"), 2, "-o link.mlir: it is the input net.mlir"),
+        (("convert", "net.mlir", "-o", "out", "--inputs", "samples.npz", "--report", "samples.npz"), 2, "the input"),
         (("convert", "net.mlir", "-o", "no/such/out"), 2, "writing no/such/out: No such file or directory"),
         (("convert", "net.mlir", "-o", "out", "--policy", "none"), 2, "unknown policy 'none'"),
         (("convert", "net.mlir", "-o", "out", "--rule", "tanh"), 2, "'tanh': expected PATTERN=CAST, e.g. tanh=fp32"),

@@ -19,7 +19,7 @@ from xla_amp import __version__
 from xla_amp.cli import arguments as common
 from xla_amp.cli import convert_command, native
 from xla_amp.common import progress
-from xla_amp.errors import ModuleError, TargetError, XlaAmpError, printable
+from xla_amp.errors import FileError, ModuleError, TargetError, XlaAmpError, printable
 
 COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -85,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.quiet:
         return status
     try:
-        print(printable(text), file=sys.stderr if arguments.output == common.STANDARD else sys.stdout, flush=True)
-    except BrokenPipeError:  # `xla-amp ... | head`
-        sys.stderr.close()
+        with common.writing_standard_output():
+            print(printable(text), file=sys.stderr if arguments.output == common.STANDARD else sys.stdout, flush=True)
+    except FileError as error:
+        print(f"xla-amp: {error}", file=sys.stderr)
+        return 2
     return status

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -153,12 +153,37 @@ def report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", metavar="HTML", type=Path, help="also write the report as one HTML page")
 
 
+def check_written(arguments: argparse.Namespace, read: Sequence[Path]) -> None:
+    """Checks the files of ``--report`` and ``-o``, which no file of `read` may be, before any work.
+
+    Raises:
+        MissingLibraryError: jinja2 is not installed.
+        FileError: the report cannot be written, or a file would be written over.
+    """
+    check_report(arguments)
+    written = {"-o": arguments.output, "--report": arguments.report}
+    for option, path in written.items():
+        given = next((each for each in read if _is_same(path, each)), None)
+        if given is not None:
+            raise FileError(f"{option} {path}: it is the input {given}, which would be lost; give another name")
+    if _is_same(arguments.output, arguments.report):
+        raise FileError(f"--report {arguments.report}: it is the file of -o, too; give another name")
+
+
+def _is_same(one: Path | None, other: Path | None) -> bool:
+    """Whether two paths are one file: also by a link, or in another spelling."""
+    if one is None or other is None or STANDARD in (one, other):
+        return False
+    one, other = one.resolve(), other.resolve()
+    return one == other or (one.is_file() and other.is_file() and one.samefile(other))
+
+
 def check_report(arguments: argparse.Namespace) -> None:
     """Checks ``--report`` before any work.
 
     Raises:
         MissingLibraryError: jinja2 is not installed.
-        FileError: the folder does not exist.
+        FileError: it cannot be written.
     """
     if arguments.report is None:
         return
@@ -166,6 +191,23 @@ def check_report(arguments: argparse.Namespace) -> None:
         raise MissingLibraryError("--report: jinja2 is not installed: pip install 'xla-amp[cli]'")
     if not arguments.report.parent.is_dir():
         raise FileError(f"--report {arguments.report}: no folder {arguments.report.parent}")
+    if arguments.report.is_dir():
+        raise FileError(f"--report {arguments.report}: a folder; give the name of a file")
+    device = arguments.report.exists() and not arguments.report.is_file()
+    if not os.access(arguments.report if device else arguments.report.resolve().parent, os.W_OK):
+        raise FileError(f"--report {arguments.report}: cannot be written")
+
+
+@contextlib.contextmanager
+def writing_standard_output() -> Iterator[None]:
+    """Writing to standard output that fails, inside, is a `FileError`.  A reader that has left is none."""
+    try:
+        yield
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):  # Python writes what is left when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise FileError(f"writing standard output: {error.strerror or error}") from None
 
 
 def write_report(arguments: argparse.Namespace, page: Page) -> None:

@@ -131,7 +131,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.stablehlo import io, samples
     from xla_amp.tools.inspect import inspection
 
-    common.check_report(arguments)
+    common.check_written(arguments, [arguments.source, *arguments.inputs])
     if arguments.target_error is not None and not arguments.inputs:
         raise FileError("--target-error needs --inputs")
     program = common.read(arguments.source, arguments.function)
@@ -243,9 +243,11 @@ def _write(program: Program, path: Path, kind: Format) -> None:
     if path != common.STANDARD:
         io.save(program, path, kind)
         return
-    sys.stdout.flush()
-    sys.stdout.buffer.write(dump(program, kind))
-    sys.stdout.buffer.flush()
+    data = dump(program, kind)
+    with common.writing_standard_output():
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
 
 
 def _output(arguments: argparse.Namespace) -> str:

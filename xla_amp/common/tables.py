@@ -146,7 +146,8 @@ def _drawn(columns: Sequence[str], lines: Iterable[Sequence[str]], numeric: Coll
         drawn.add_column(name, justify="right" if name in numeric else "left", overflow="fold")
     for line in lines:
         drawn.add_row(*map(Text, line))
-    console: Any = Console(file=io.StringIO(), force_terminal=True, width=width)
+    # Without colours: what is printed has no control characters (`printable`).
+    console: Any = Console(file=io.StringIO(), color_system=None, width=width)
     console.print(drawn)
     shown: str = console.file.getvalue()
     return shown.rstrip("\n")

@@ -104,7 +104,8 @@ def resolve_settings(
 def _is_never_low(pattern: str) -> bool:
     """Whether all that a pattern reaches are primitives without a low form."""
     reached = set(op_catalog.matching(pattern))
-    low, never = set(), set()
+    low: set[str] = set()
+    never: set[str] = set()
     for name in op_catalog.catalogue().jaxpr:
         (never if info(name).no_low else low).update(op_catalog.meanings("jaxpr", name))
     return not reached.isdisjoint(never) and reached.isdisjoint(low)

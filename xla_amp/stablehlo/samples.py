@@ -84,8 +84,14 @@ def _fitted(array: np.ndarray[Any, Any], kind: ir.TensorType | None, name: str) 
     if kind is None:
         raise ModuleError(f"{name}: not a tensor")
     dtype = ir.numpy_dtype(kind.element)
-    if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:
-        array = array.view(dtype)  # NumPy files do not store the dtype bfloat16
+    if array.dtype.kind == "V":  # NumPy files do not store the name of bfloat16 and of 8-bit dtypes
+        saved = ir.numpy_dtype("bf16") if array.dtype.itemsize == 2 else dtype
+        if array.dtype.itemsize != saved.itemsize:
+            raise ModuleError(
+                f"{name}: expected {kind}, the sample is of a dtype that .npz files do not name ({array.dtype}); "
+                "save it as float32"
+            )
+        array = array.view(saved)
     fits = len(array.shape) == len(kind.shape) and all(
         size is None or size == given for size, given in zip(kind.shape, array.shape, strict=True)
     )
