@@ -220,6 +220,226 @@ def test_a_loss_that_is_evaluated_after_the_update_is_the_models():
     assert contractions(autocast(said), w, x) == {LOW: 3}
 
 
+def network(p, x):
+    return jnp.tanh(x @ p[0] + p[1]) @ p[2]
+
+
+def stepped(p, x):
+    gradient = jax.grad(lambda p: jnp.mean(network(p, x) ** 2))(p)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, p, gradient)
+
+
+NETWORK = [array(8, 16, seed=3), array(16, seed=4), array(16, 4, seed=5)]
+
+
+def guided(p, q, x):
+    x = x + 0.1 * jax.grad(lambda x: jnp.sum(network(q, x) ** 2))(x)
+    return network(p, x)
+
+
+def validated(p, x, held_out, target):
+    p = stepped(p, x)
+    return p, jnp.mean((network(p, held_out) - target) ** 2)
+
+
+def adapted(p, x, query):
+    return network(stepped(p, x), query)
+
+
+def averaged(p, teacher, x, held_out):
+    teacher = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, teacher, stepped(p, x))
+    return teacher, network(teacher, held_out)
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (guided, (NETWORK, NETWORK, array(4, 8))),
+        (validated, (NETWORK, array(4, 8), array(7, 8), array(7, 4))),
+        (adapted, (NETWORK, array(4, 8), array(7, 8))),
+        (averaged, (NETWORK, NETWORK, array(4, 8), array(7, 8))),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_network_that_runs_after_a_gradient_is_low(function, args):
+    assert contractions(autocast(function), *args)[WIDE] == 0
+
+
+def projected(w, m, projection, x):
+    gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    m = 0.9 * m + projection.T @ gradient
+    return w - 0.1 * projection @ jnp.sign(m), m
+
+
+def preconditioned(w, factor, x):
+    gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    return w - 0.1 * factor @ gradient
+
+
+def power_iteration(w, factor, basis, x):
+    gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    factor = factor + gradient @ gradient.T
+    return w - 0.1 * basis @ gradient, factor, jnp.linalg.qr(factor @ basis)[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "own"),
+    [
+        (projected, (array(8, 6), array(5, 6), array(8, 5), array(4, 8)), 2),
+        (preconditioned, (array(8, 6), array(8, 8), array(4, 8)), 1),
+        (power_iteration, (array(8, 6), array(8, 8), array(8, 8), array(4, 8)), 3),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_products_that_make_new_weights_are_the_optimizers(function, args, own):
+    found = contractions(autocast(function), *args)
+    assert (found[LOW], found[WIDE]) == (2, own)
+
+
+# Constants and arrays beside a low value.
+
+
+def by_hand(x, w, low):
+    """A product of rounded operands, the rest in float32."""
+    return x.astype(low).astype(jnp.float32) @ w.astype(low).astype(jnp.float32)
+
+
+def product(x, w, low):
+    return x @ w
+
+
+BOUNDS = {
+    "clip": lambda p: jnp.log(1 - jnp.clip(p, 1e-6, 1 - 1e-6)),
+    "minimum": lambda p: jnp.arctanh(jnp.minimum(jnp.abs(p), 1 - 1e-5)),
+    "clamp": lambda p: jnp.arccos(lax.clamp(-1 + 1e-6, p, 1 - 1e-6)),
+    "where": lambda p: 1 / (1 - jnp.where(p < 0.9999, p, 0.9999)),
+    "function": lambda p: jnp.log(1 - jax.jit(jnp.minimum)(p, 1 - 1e-6)),
+    "argument": lambda p: jax.jit(lambda p, eps: jnp.log(1 - jnp.minimum(p, 1 - eps)))(p, 1e-6),
+}
+
+
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_bound_stays_below_1(name, low):
+    def loss(x, w, product):
+        return jnp.mean(BOUNDS[name](product(x, w, low)))
+
+    x, w = array(16, 8), 3 * jnp.eye(8)
+    got = jax.value_and_grad(autocast(lambda w: loss(x, w, product), dtype=low))(w)
+    expected = jax.value_and_grad(lambda w: loss(x, w, by_hand))(w)
+    for one, other in zip(got, expected, strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_allclose(one, other, rtol=0.05, atol=0.05 * float(jnp.abs(other).max()))
+
+
+def test_other_bounds_and_masks_follow_the_product():
+    def functions(x, w):
+        h = x @ w
+        yield jnp.clip(h, -0.1, 6.0)
+        yield jnp.where(x > 0, h, -1e9)
+        yield lax.select(x > 0, h, jnp.zeros_like(h))
+        yield jnp.concatenate([jnp.zeros((1, 8)), h[1:]])
+
+    x, w = array(8, 8), array(8, 8, seed=1)
+    text = str(jax.make_jaxpr(autocast(lambda x, w: [each @ w for each in functions(x, w)]))(x, w))
+    assert "f32[8,8] = select_n" not in text
+    assert "f32[8,8] = concatenate" not in text
+
+
+@pytest.mark.parametrize("start", [lambda x, w: jnp.zeros((16, 4)), lambda x, w: jnp.zeros_like(x @ w)])
+def test_a_sum_that_starts_as_an_array_is_float32(start):
+    ws, x = 0.3 + 0.1 * array(100, 8, 4), jnp.abs(array(16, 8, seed=1))
+
+    def total(ws, x, product):
+        found = start(x, ws[0])
+        for w in ws:
+            found = found + product(x, w, jnp.bfloat16)
+        return found
+
+    got, exact = jax.jit(autocast(lambda ws, x: total(ws, x, product)))(ws, x), total(ws, x, product)
+    bound = 2 * jnp.abs(total(ws, x, by_hand) - exact).max() + 2.0**-9 * jnp.abs(exact).max()
+    assert jnp.abs(got - exact).max() < bound
+
+
+FAR = jnp.linspace(69000.0, 71000.0, 8)
+NO_BIAS = {
+    "of rows": lambda h, w, v: v[:, None] + h @ w,
+    "a factor": lambda h, w, v: (h @ w) * v[:6],
+    "a divisor": lambda h, w, v: (h @ w) / v[:6],
+    "subtracted": lambda h, w, v: v[:6] - h @ w,
+    "computed": lambda h, w, v: h @ w + jnp.tanh(h[0, :6]) * 7e4,
+    "computed, in a loop": lambda h, w, v: lax.scan(lambda c, b: (c, h @ w + b), 0.0, jnp.tanh(h[:2, :6]) * 7e4)[1],
+    "of a matrix": lambda h, w, v: h @ w + (v[:, None] * jnp.ones(6)),
+    "a scalar": lambda h, w, v: h @ w + v[0],
+    "no product": lambda h, w, v: jnp.tanh(h @ w) + v[:6],
+    "of scores": lambda h, w, v: jnp.tanh(h) @ jnp.tanh(h).T + v,
+}
+
+
+@pytest.mark.parametrize("name", NO_BIAS)
+def test_an_array_that_is_no_bias_stays_float32(name):
+    h, w = array(8, 16), 0.1 * array(16, 6, seed=1)
+    got = jax.jit(autocast(NO_BIAS[name], dtype=jnp.float16))(h, w, FAR)
+    expected = NO_BIAS[name](h, w, FAR)
+    np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3 * float(jnp.abs(expected).max()))
+
+
+BIASES = {
+    "a layer": lambda h, w, b: h @ w + b,
+    "from the left": lambda h, w, b: b + h @ w,
+    "a row": lambda h, w, b: h @ w + b[None],
+    "spread": lambda h, w, b: h @ w + jnp.broadcast_to(b, (8, 6)),
+    "a sum of products": lambda h, w, b: h @ w + jnp.tanh(h) @ w + b,
+    "two": lambda h, w, b: h @ w + b + b,
+    "einsum": lambda h, w, b: jnp.einsum("bd,dh->bh", h, w) + b,
+    "mapped": lambda h, w, b: jax.vmap(lambda x: w.T @ x + b)(h),
+    "an ensemble": lambda h, w, b: jax.vmap(lambda w, b: h @ w + b)(w.reshape(2, 16, 3), b.reshape(2, 3)),
+    "a loop": lambda h, w, b: lax.scan(lambda c, b: (c, h @ w + b), 0.0, b[None])[1],
+    "one feature": lambda h, w, b: h @ w[:, :1] + b[:1],
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_a_bias_is_low(name):
+    h, w, b = array(8, 16), array(16, 6, seed=1), array(6, seed=2)
+    text = str(jax.make_jaxpr(autocast(lambda *args: jnp.tanh(BIASES[name](*args)), dtype="bfloat16"))(h, w, b))
+    sums = [line.split()[0] for line in text.splitlines() if "= add " in line]
+    assert sums
+    assert all("bf16" in each for each in sums)
+
+
+# Norms.
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 300.0])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        lambda h: h / jnp.linalg.norm(h, axis=-1, keepdims=True),
+        lambda h: h * lax.rsqrt(jnp.sum(h * h, -1, keepdims=True)),
+        lambda h: h / jnp.sqrt(jnp.sum(jnp.square(h), -1, keepdims=True)),
+        lambda h: h / jnp.sqrt(jnp.mean(h * h, -1, keepdims=True)) / 4,
+    ],
+    ids=["norm", "rsqrt", "square", "mean"],
+)
+def test_squares_do_not_leave_the_range_of_float16(unit, scale):
+    x, w = scale * array(32, 16), array(16, 16, seed=1) / 4
+    found = jax.jit(autocast(lambda x, w: unit(x @ w), dtype="float16"))(x, w)
+    np.testing.assert_allclose(jnp.linalg.norm(found, axis=-1), 1, rtol=5e-3)
+
+
+@pytest.mark.parametrize("rule", ["linalg_vector_norm", "norm", "linalg_norm"])
+def test_a_rule_for_norms_acts(rule):
+    x, w = array(4, 8), array(8, 8, seed=1)
+
+    def function(x, w):
+        return jnp.linalg.norm(jnp.tanh(x @ w), axis=-1)
+
+    text = str(jax.make_jaxpr(autocast(function, rules={rule: "low"}, strict=True))(x, w))
+    assert "f32[4] = sqrt" in text
+    assert "bf16[4] = convert_element_type" in text
+
+
 # Constants in float16.
 
 

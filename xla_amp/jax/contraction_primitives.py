@@ -169,22 +169,24 @@ def sums_nothing(primitive: Any, params: dict[str, Any], left: Any, right: Any) 
     return 0 in sizes or all(size == 1 for size in sizes)
 
 
-def result_axes(primitive: Any, params: dict[str, Any], left: Any, right: Any) -> tuple[frozenset[int], frozenset[int]]:
-    """The axes of a contraction's result that come from its first operand alone, and those from its second alone.
+def result_axes(
+    primitive: Any, params: dict[str, Any], left: Any, right: Any, weights: Sequence[bool]
+) -> tuple[frozenset[int], ...]:
+    """The axes of a contraction's result along which a bias varies: `xla_amp.jax.value_info.Facts.axes`.
 
-    `left` and `right` are the operands, or their types.
+    `left` and `right` are the operands, or their types; `weights`: which of them are.
     """
     numbers: Any = params.get("dimension_numbers")
-    if primitive is lax.dot_general_p:
-        (contracted, _), (batch, _) = numbers
-        first = len(batch)
-        middle = left.ndim - len(contracted)
-        last = middle + right.ndim - len(contracted) - first
-        return frozenset(range(first, middle)), frozenset(range(middle, last))
     if primitive is lax.conv_general_dilated_p:
-        _, features, *_ = numbers.out_spec
-        return frozenset(range(left.ndim)) - {features}, frozenset({features})
-    return frozenset(), frozenset()
+        return (frozenset({numbers.out_spec[1]}),)
+    if primitive is not lax.dot_general_p or not any(weights):
+        return ()
+    (contracted, _), (batch, _) = numbers
+    middle = left.ndim - len(contracted)
+    last = middle + right.ndim - len(contracted) - len(batch)
+    free = (range(len(batch), middle), range(middle, last))
+    pairs = zip(free, weights, strict=True)
+    return tuple(frozenset((*range(len(batch)), *axes) if is_one else ()) for axes, is_one in pairs)
 
 
 def flops(primitive: Any, params: dict[str, Any], operands: Sequence[Any], outs: Sequence[Any]) -> int | None:

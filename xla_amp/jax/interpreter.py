@@ -41,8 +41,8 @@ from xla_amp.jax.decisions import (
 )
 from xla_amp.jax.higher_order import composites, float32_regions
 from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_additions, residual_outputs
-from xla_amp.jax.primitives import PrimitiveInfo, info
-from xla_amp.jax.value_info import CastCache, Facts, Value, arrays_of, cast, inside, outside
+from xla_amp.jax.primitives import PrimitiveInfo, info, name_of
+from xla_amp.jax.value_info import CastCache, Facts, Value, arrays_of, cast, inside, outside, sum_of
 from xla_amp.policy import Decision, effects, op_catalog
 from xla_amp.policy.cast_dtypes import cast_dtypes
 
@@ -210,7 +210,7 @@ class Interpreter:
         return ".".join((*self.scopes, *compat.scopes(eqn))) if self.settings.current_policy().by_module else None
 
     def _composite_decision(self, eqn: Any, operation: str) -> Decision:
-        return self.settings.current_policy().decision(operation, self.path(eqn))
+        return self.settings.current_policy().decision(operation, self.path(eqn), op_catalog.same_as(operation)[1:])
 
     def _eval_composite(
         self, jaxpr: Any, run: composites.Run, environment: dict[Any, Any], gradients: frozenset[Any]
@@ -224,7 +224,7 @@ class Interpreter:
         if decision.cast == "ban":
             raise ban_error(run.operation, decision)
         policy = self.settings.current_policy()
-        effects.note(policy.reaching(run.operation, self.path(first)))
+        effects.note(policy.reaching(run.operation, self.path(first), op_catalog.same_as(run.operation)[1:]))
         reads, leaving = composites.outside(jaxpr, run)
         given = [environment[var].array for var in reads]
         dtypes = tuple(dtype_of(value) if is_castable(dtype_of(value)) else None for value in given)
@@ -282,7 +282,7 @@ class Interpreter:
             product = aten_product(primitive, params, avals[0], avals[1])
             kept = kept or self._kept(operands, eqn, after_gradients)
         path = self.path(eqn)
-        decision, reached = decide(policy, primitive.name, product, path)
+        decision, reached = decide(policy, name_of(eqn), product, path)
         unsummed = kind == "contraction" and sums_nothing(primitive, params, *avals[:2])
         if unsummed and not kept and not decision.from_user:
             kept = NOTHING_SUMMED
@@ -311,6 +311,8 @@ class Interpreter:
                 operands, told = [inside(self.casts.cast(value, low)) for value in operands], _RESIDUAL
             used, params = self._cast(kind, decision, operands, weak, eqn)
             outs = compat.bind(primitive, used, params)
+            if row.adds:
+                results = [sum_of(operands, outs[0])]
             if kind in ("data_movement", "conversion"):
                 source = operands[0] if used[0] is operands[0].array else inside(used[0])
                 results = [self.casts.moved(primitive, params, source, used[1:], outs[0])]
@@ -342,10 +344,10 @@ class Interpreter:
     ) -> tuple[list[Any], dict[str, Any]]:
         """Operands and parameters of a contraction that runs as it was written, or as a rule of the user says."""
         if decision.from_user and not kept:
-            used = self.casts.cast_operands(decision.cast, operands, weak, exact=True)
+            used = self.casts.cast_operands(decision.cast, operands, weak)
             return used, _result_like(used[0], eqn.params, avals_of(eqn))
         if kept == NOTHING_SUMMED:
-            used = self.casts.cast_operands("promote", operands, weak, exact=True)
+            used = self.casts.cast_operands("promote", operands, weak)
             return used, _result_like(used[0], eqn.params, avals_of(eqn))
         return self.cast_to_avals(operands, avals_of(eqn)), eqn.params
 
@@ -374,17 +376,16 @@ class Interpreter:
         result = contract_low(primitive, values, passed, params, low=low, out=out)
         if out != low:
             return values, Value(result)
-        axes = result_axes(primitive, params, *used)
-        features = tuple(a for a, m in zip(axes, masters, strict=True) if m is not None)
-        return values, Value(result, Facts(features=features))
+        axes = result_axes(primitive, params, *used, [master is not None for master in masters])
+        return values, Value(result, Facts(axes=axes))
 
     def _inside(
         self, decision: Decision, operands: list[Value], eqn: Any, weak: Sequence[bool]
     ) -> tuple[list[Any], list[Any]]:
         """A primitive in float32, with a result in the dtype of its first operand that is no number."""
-        exact, arrays = decision.from_user, arrays_of(operands)
+        arrays = arrays_of(operands)
         dtypes = [dtype_of(value) if is_castable(dtype_of(value)) else None for value in arrays]
-        numbers = [self.casts.adopts_dtype(v, each, exact=exact) for v, each in zip(operands, weak, strict=True)]
+        numbers = [self.casts.adopts_dtype(v, each) for v, each in zip(operands, weak, strict=True)]
         carried = [dtype for dtype, number in zip(dtypes, numbers, strict=True) if dtype is not None and not number]
         of = tuple(carried or filter(None, dtypes))
         _, result = cast_dtypes("fp32_inside", of, self.settings.low, F32)
@@ -404,14 +405,12 @@ class Interpreter:
             return self.cast_to_avals(operands, avals_of(eqn)), params
         if kind == "conversion" or (kind == "data_movement" and not decision.from_user):
             return arrays_of(operands), params
-        # What compares or selects rounds no tensor: its result may be compared with what it read.
-        exact = decision.from_user or kind == "clear"
         row = info(eqn.primitive.name)
         if kind == "independent" and decision.cast in ("keep", "promote"):
             used = arrays_of(operands)
         else:
             chosen: Cast = "fp32" if row.no_low else decision.cast
-            used = self.casts.cast_operands(chosen, operands, weak, exact=exact, rounds=not row.exact)
+            used = self.casts.cast_operands(chosen, operands, weak, row, from_user=decision.from_user)
         name = row.dtype_parameter
         if is_castable(params.get(name)):
             dtypes = (dtype_of(value) for value in used)

@@ -13,7 +13,7 @@ import numpy as np
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import aten_product, sums_nothing
 from xla_amp.jax.decisions import asked_precision, decide, dtype_of
-from xla_amp.jax.primitives import info
+from xla_amp.jax.primitives import info, name_of
 from xla_amp.policy import Policy
 
 _T = TypeVar("_T")
@@ -51,8 +51,10 @@ def _is_differentiated(eqn: Any) -> bool:
 def follows_gradients(jaxpr: Any, after: bool) -> frozenset[int]:
     """Numbers of the equations of a training step that belong to its optimizer.
 
-    These depend on gradients, are not differentiated, and read no batch.  A batch is what the differentiated part of
-    the step reads and the step does not update; so a loss that is evaluated with the new weights is not counted.
+    These depend on gradients and are not differentiated.  A network that runs after them is not counted: it reads a
+    batch, which the differentiated part of the step reads and the step does not update, or a weight of whose shape no
+    gradient makes a new value.  What it reads may also belong to the optimizer, a projection for example: then what
+    follows is added to the old value of an argument, and returned.
 
     `after`: whether all of the program follows the gradients.
     """
@@ -66,36 +68,57 @@ def follows_gradients(jaxpr: Any, after: bool) -> frozenset[int]:
     ]
     if not any(sources):
         return frozenset()
+    spread = {var for eqn in eqns if info(eqn.primitive.name).axis_places for var in eqn.outvars}
     gradients: set[Any] = set()
     """What depends on a gradient."""
     for eqn, source in zip(eqns, sources, strict=True):
         if source or not gradients.isdisjoint(_variables(eqn)):
             gradients.update(eqn.outvars)
+    given = {v for v in (*jaxpr.invars, *jaxpr.constvars) if any(n != 1 for n in getattr(v.aval, "shape", ()))}
+    returned = gradients.intersection(compat.variables(jaxpr.outvars))
+    """New values: what is returned, and what it is made of element by element."""
+    others = {v for v in given if v.aval.shape not in {out.aval.shape for out in returned}}
+    """What is updated nowhere, and what is computed from it."""
     updated: set[Any] = set()
     """Weights and the optimizer's state: they meet gradients in an equation whose result has their shape."""
     model: set[Any] = set()
     """What the differentiated part reads."""
+    updates: set[Any] = set()
+    """What depends on gradients, and is on the way to a new value of an argument."""
     for eqn, inside, source in zip(reversed(eqns), reversed(differentiated), reversed(sources), strict=True):
         variables = _variables(eqn)
         if inside or source:
             model.update(variables - gradients)
-        elif not gradients.isdisjoint(eqn.outvars):
-            shapes = {var.aval.shape for var in eqn.outvars if hasattr(var.aval, "shape")}
-            if info(eqn.primitive.name).kind != "contraction":
-                updated.update(v for v in variables - gradients if getattr(v.aval, "shape", None) in shapes)
-        else:
+        elif gradients.isdisjoint(eqn.outvars):
             for found in (updated, model):
                 if not found.isdisjoint(eqn.outvars):
                     found.update(variables)
-    batch = {
-        v for v in (*jaxpr.invars, *jaxpr.constvars) if v in model and v not in updated and compat.size(v.aval) > 1
-    }
+        else:
+            row, shapes = info(eqn.primitive.name), {getattr(var.aval, "shape", None) for var in eqn.outvars}
+            alike = {v for v in variables if getattr(v.aval, "shape", None) in shapes and row.kind != "contraction"}
+            updated.update(alike - gradients)
+            if not returned.isdisjoint(eqn.outvars):
+                returned.update(alike)
+                if alike - gradients - spread:
+                    updates.update(eqn.outvars)
+            if not updates.isdisjoint(eqn.outvars):
+                updates.update(variables & gradients)
+    batch = {v for v in given if v in model and v not in updated}
     """The batch, and what is computed from it outside of the differentiated part."""
     numbers: set[int] = set()
     for index, (eqn, inside, source) in enumerate(zip(eqns, differentiated, sources, strict=True)):
-        if not inside and not batch.isdisjoint(_variables(eqn)):
+        variables = _variables(eqn)
+        if inside:
+            continue
+        if not others.isdisjoint(variables):
+            others.update(eqn.outvars)
+        if not batch.isdisjoint(variables):
             batch.update(eqn.outvars)
-        elif not inside and not source and not gradients.isdisjoint(_variables(eqn)):
+        elif (
+            not source
+            and not gradients.isdisjoint(variables)
+            and (others.isdisjoint(variables) or not updates.isdisjoint(eqn.outvars))
+        ):
             numbers.add(index)
     return frozenset(numbers)
 
@@ -142,7 +165,7 @@ def runs_low(eqn: Any, policy: Policy) -> bool:
     """
     primitive, params, avals = eqn.primitive, eqn.params, [atom.aval for atom in eqn.invars[:2]]
     if info(primitive.name).kind != "contraction":
-        return decide(policy, primitive.name)[0].cast == "low"
+        return decide(policy, name_of(eqn))[0].cast == "low"
     decision, _ = decide(policy, primitive.name, aten_product(primitive, params, *avals))
     summed = decision.from_user or not sums_nothing(primitive, params, *avals)
     return summed and decision.cast in ("low", "low_fp32_out") and not asked_precision(eqn)

@@ -76,6 +76,10 @@ class PrimitiveInfo(NamedTuple):
     """The parameter that holds the dtype of its result."""
     axis_order: str = ""
     """The parameter that holds, for each axis of its result, the axis of its operand."""
+    axis_places: str = ""
+    """The parameter that holds, for each axis of its operand, the axis of its result."""
+    square: str = ""
+    """The primitive that it is for a value and itself."""
 
 
 def _row(kind: PrimitiveKind | None, why: str, *primitives: str, **columns: Any) -> dict[str, PrimitiveInfo]:
@@ -101,9 +105,10 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
     | _row("data_movement", _MOVED, "copy", passes_gradient=True, plumbing=True)
     | _row(
         "data_movement", _MOVED,
-        "broadcast_in_dim", "reshape", "squeeze",
-        passes_gradient=True, cheap=True, plumbing=True,
+        "broadcast_in_dim",
+        passes_gradient=True, cheap=True, plumbing=True, axis_places="broadcast_dimensions",
     )
+    | _row("data_movement", _MOVED, "reshape", "squeeze", passes_gradient=True, cheap=True, plumbing=True)
     | _row(
         "data_movement", _MOVED,
         "transpose",
@@ -203,14 +208,21 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
     )
     | _row(None, "it moves what it gets", "device_put", "expand_dims", plumbing=True)
     | _row(None, "it moves what it gets", "stop_gradient", cheap=True, plumbing=True)
-    | _row(None, "its result may have another dtype", "mul", dtype_parameter="out_dtype")
+    | _row(None, "its result may have another dtype", "mul", dtype_parameter="out_dtype", square="square")
 )
 """Primitive name -> row."""
 # fmt: on
 
-_NO_ROW: Final = PrimitiveInfo(None, "")
+NO_ROW: Final = PrimitiveInfo(None, "")
 
 
 def info(primitive: str) -> PrimitiveInfo:
     """The row of a primitive, by its name; a row without anything for one that has none."""
-    return PRIMITIVES.get(primitive, _NO_ROW)
+    return PRIMITIVES.get(primitive, NO_ROW)
+
+
+def name_of(eqn: Any) -> str:
+    """Name of the primitive whose rule decides an equation: the product of a value with itself is a square."""
+    primitive: str = eqn.primitive.name
+    square = info(primitive).square
+    return square if square and eqn.invars[0] is eqn.invars[1] else primitive

@@ -5,14 +5,14 @@ constant of at most 3.0", "it was widened from bfloat16".  `Facts` has a field f
 the interpreter's environment, so nothing outlives the evaluation of a jaxpr.
 
 A *weight* comes from outside the program, so its gradient is wanted in float32.  A *constant* adopts any dtype whose
-range holds it.  A *bias* is a weight that an operation spreads along the other axes of a contraction's result.  A low
-copy of a value is made once.
+range holds it.  A *bias* is a weight that is added to a product and varies along its feature axes only.  A low copy of
+a value is made once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from xla_amp.common.types import Cast
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import low_copy
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
-from xla_amp.jax.primitives import info
+from xla_amp.jax.primitives import NO_ROW, PrimitiveInfo, info
 from xla_amp.policy.cast_dtypes import cast_dtypes
 
 
@@ -32,16 +32,15 @@ class Facts(NamedTuple):
 
     weight: bool = False
     """Whether it, or the value that it was moved from, comes from outside."""
-    broadcast: bool = False
-    """Whether it was broadcast from fewer elements."""
     constant: float | None = None
-    """The largest magnitude of a constant."""
+    """The magnitude of a number, or of all elements of an array that was broadcast from one."""
     selects: bool = False
     """Whether its elements are 0 and 1, made from booleans: a product with it selects or counts."""
     widened: str = ""
     """The low dtype from which the program widened it; empty if it did not."""
-    features: tuple[frozenset[int], ...] = ()
-    """For each weight in the contraction that computed it, the axes that the weight gave it."""
+    axes: tuple[frozenset[int], ...] = ()
+    """Of a weight that was given: the axes that it varies along.  Of a product, or of a sum with one: those that its
+    left and its right weight gave it, or the feature axis of a convolution."""
 
 
 NOTHING = Facts()
@@ -84,7 +83,9 @@ class Value:
 
 def outside(array: Any) -> Value:
     """A value that comes from outside the program."""
-    return Value(array, Facts(weight=is_castable(dtype_of(array))))
+    if not is_castable(dtype_of(array)):
+        return Value(array)
+    return Value(array, Facts(weight=True, axes=(frozenset(range(np.ndim(array))),)))
 
 
 def inside(array: Any) -> Value:
@@ -134,18 +135,12 @@ class CastCache:
         """`result`, which holds the elements of `source`: facts about one apply to the other."""
         if result is source.array:  # JAX returns the operand of a no-op
             return source
-        known = source.facts
-        facts = Facts(constant=known.constant, selects=known.selects, widened=known.widened)
-        row = info(primitive.name)
-        if known.features and row.axis_order:
-            order = params[row.axis_order]
-            features = (frozenset(new for new, old in enumerate(order) if old in axes) for axes in known.features)
-            facts = facts._replace(features=tuple(features))
+        known, row = source.facts, info(primitive.name)
+        axes = _axes_after(source, row, params, np.shape(result))
+        facts = Facts(constant=known.constant, selects=known.selects, widened=known.widened, axes=axes)
         if dtype_of(result) != dtype_of(source.array) or not known.weight:
             return Value(result, facts)
-        grown = compat.size(result) > compat.size(source.array) and not row.between_devices
-        facts = facts._replace(weight=True, broadcast=known.broadcast or grown)
-        return Value(result, facts, Move(primitive, params, source, tuple(rest)))
+        return Value(result, facts._replace(weight=True), Move(primitive, params, source, tuple(rest)))
 
     def cast(self, value: Value, dtype: Any) -> Any:
         """The array of `value` in `dtype`, if autocast changes its dtype; a float32 copy is made once."""
@@ -155,23 +150,36 @@ class CastCache:
             value.wide = cast(value.array, dtype)
         return value.wide
 
-    def adopts_dtype(self, value: Value, weak: bool, *, exact: bool = False, rounds: bool = True) -> bool:
-        """Whether `value` adopts the other operands' dtype.
+    def adopts_dtype(self, value: Value, weak: bool, row: PrimitiveInfo = NO_ROW) -> bool:
+        """Whether `value` adopts the other operands' dtype in a primitive.
 
-        Numbers in range do, those that it rounds only if `rounds`; and a broadcast weight unless `exact`.
+        Weakly typed values do, as in JAX, and numbers in range.  An array is no number, whatever it was broadcast from,
+        except to a primitive that returns elements of its operands.  That must not move a bound to 1, where a logarithm
+        follows it, and what compares must not round at all.
         """
-        if weak and rounds:
-            return True
-        if value.facts.constant is not None:
-            return self._in_range(value.facts.constant) and (rounds or self._holds(value.facts.constant))
-        return value.facts.weight and value.facts.broadcast and not exact
+        constant = value.facts.constant
+        picks = row.kind == "clear" or row.picks
+        if constant is None:
+            return weak and not picks and not row.exact
+        if row.exact or not self._in_range(constant):
+            return row.exact and self._in_range(constant) and self._holds(constant)
+        return self._stays_apart(constant) if picks else weak or not np.ndim(value.array)
 
     def stand_in(self, constant: float) -> float:
-        """A number for `constant` wherever its value is not known: it is rounded by the low dtype if `constant` is."""
-        return 1.0 if self._holds(constant) else 1 / 3
+        """A number for `constant` wherever its value is not known: it adopts a low dtype where `constant` does."""
+        if self._holds(constant):
+            return 1.0
+        return 1 / 3 if self._stays_apart(constant) else 1 - 1e-6
+
+    def _stays_apart(self, constant: float) -> bool:
+        """Whether the low dtype changes a number by no more than an ulp of its distance to 1."""
+        return abs(self._rounded(constant) - constant) <= float(jnp.finfo(self._low).eps) * abs(constant - 1)
+
+    def _rounded(self, constant: float) -> float:
+        return float(np.asarray(constant, np.float32).astype(self._low))
 
     def _holds(self, constant: float) -> bool:
-        return float(np.asarray(constant, np.float32).astype(self._low)) == constant
+        return self._rounded(constant) == constant
 
     def _in_range(self, constant: float) -> bool:
         # Subnormal numbers count as out of range: several devices flush them to zero.
@@ -179,49 +187,79 @@ class CastCache:
         return constant == 0 or float(limits.tiny) <= constant <= float(limits.max)
 
     def cast_operands(
-        self, cast: Cast, values: Sequence[Value], weak: Sequence[bool], *, exact: bool = False, rounds: bool = True
+        self,
+        cast: Cast,
+        values: Sequence[Value],
+        weak: Sequence[bool],
+        row: PrimitiveInfo = NO_ROW,
+        *,
+        from_user: bool = False,
     ) -> list[Any]:
         """The arrays of `values` in the dtypes that a primitive, which takes one, computes in under a cast.
 
         Args:
             weak: which of them are weakly typed.
-            exact: whether a rule of the user gives the cast: then only numbers adopt the dtype of other operands,
-                otherwise also a bias, as torch's ``linear`` casts it with its product.
-            rounds: whether a number may be rounded to the dtype that it adopts.
+            row: of the primitive.
+            from_user: whether a rule of the user gives the cast: then a bias is an array like others.
         """
         given = tuple(dtype_of(v.array) if is_castable(dtype_of(v.array)) else None for v in values)
         if cast in ("keep", "promote") and len({dtype for dtype in given if dtype is not None}) < 2:
             return arrays_of(values)
-        product = None if exact else next((value for value in values if value.facts.features), None)
-        biases = [product is not None and _is_bias(value, product) for value in values]
+        biases = [row.adds and not from_user and _is_bias(v, w) for v, w in zip(values, reversed(values), strict=True)]
         carried = tuple(
-            None if is_bias or self.adopts_dtype(value, is_weak, exact=exact, rounds=rounds) else dtype
+            None if is_bias or self.adopts_dtype(value, is_weak, row) else dtype
             for dtype, value, is_weak, is_bias in zip(given, values, weak, biases, strict=True)
         )
         of = given if all(dtype is None for dtype in carried) else carried
         used = cast_dtypes(cast, of, self._low, F32, mixed=False, asks_result=False).operands
         target = next((dtype for dtype in used if dtype is not None), None)
         promoted = list(values)
-        for index, is_bias in enumerate(biases):
-            if is_bias and target == self._low:
-                # Spread before the cast, so that the gradient of the bias adds up in float32.
-                shape: tuple[int, ...] = np.shape(product.array)  # type: ignore[union-attr]
-                spread = lax.broadcast_in_dim(values[index].array, shape, tuple(range(len(shape))))
-                promoted[index] = Value(spread)
+        if target == self._low and any(biases):
+            # Spread before the cast, so that the gradient of the bias adds up in float32.
+            index = biases.index(True)
+            shape = np.shape(values[1 - index].array)
+            promoted[index] = Value(lax.broadcast_in_dim(values[index].array, shape, tuple(range(len(shape)))))
         return arrays_of(promoted) if target is None else [self.cast(value, target) for value in promoted]
 
 
 def _is_bias(value: Value, product: Value) -> bool:
-    """Whether `value` is a weight that is spread along all axes of `product` but those of one weight in it."""
-    own, shape = np.shape(value.array), np.shape(product.array)
-    if not value.facts.weight or len(own) != len(shape):
+    """Whether `value` is a weight that varies along the same axes as one weight of `product`, the last among them."""
+    if not (value.facts.weight and value.facts.axes and product.facts.axes) or product.facts.weight:
         return False
-    spread = compat.size(value.array) < compat.size(product.array) or (
-        value.move is not None and np.ndim(value.move.source.array) < len(own)
+    own, shape = np.shape(value.array), np.shape(product.array)
+    varies = {axis for axis in value.facts.axes[0] if own[axis] != 1}
+    return bool(value.facts.axes[0]) and any(
+        axes
+        and varies == {axis for axis in axes if shape[axis] != 1}
+        and (len(shape) - 1 in axes or len(product.facts.axes) == 1)
+        for axes in product.facts.axes
     )
-    fits = all(size in (1, full) for size, full in zip(own, shape, strict=True))
-    axes = {axis for axis, size in enumerate(own) if size not in (0, 1)}
-    return bool(spread and fits and any(axes <= features for features in product.facts.features))
+
+
+def sum_of(values: Sequence[Value], result: Any) -> Value:
+    """The result of an addition, which is a product to the next bias if a product was added to."""
+    products = [v.facts.axes for v in values if v.facts.axes and not v.facts.weight]
+    if not products or dtype_of(result) == F32:
+        return inside(result)
+    first, last = products[0], products[-1]
+    return Value(result, Facts(axes=tuple(a & b for a, b in zip(first, last, strict=False))))
+
+
+def _axes_after(source: Value, row: PrimitiveInfo, params: Mapping[str, Any], after: Sequence[Any]) -> Any:
+    """`Facts.axes` of what data movement makes of `source`, in the shape `after`."""
+    known, before = source.facts, np.shape(source.array)
+    if row.axis_order:
+        places = {old: new for new, old in enumerate(params[row.axis_order])}
+    elif row.axis_places:
+        places = {old: new for old, new in enumerate(params[row.axis_places]) if before[old] == after[new]}
+    elif len(before) == len(after):
+        return known.axes
+    else:
+        old, new = ([axis for axis, size in enumerate(shape) if size != 1] for shape in (before, after))
+        if [before[axis] for axis in old] != [after[axis] for axis in new]:
+            return (frozenset(range(len(after))),) if known.weight else ()
+        places = dict(zip(old, new, strict=True))
+    return tuple(frozenset(places[axis] for axis in axes if axis in places) for axes in known.axes)
 
 
 def magnitude(value: Any) -> float | None:

@@ -183,7 +183,7 @@ def _visible(vocabulary: Vocabulary) -> frozenset[str]:
     names = catalogue.jaxpr if vocabulary == "jaxpr" else catalogue.stablehlo
     others = set(op_catalog.native("dot_general"))
     if vocabulary == "jaxpr":
-        others.update(operation for operation, _ in catalogue.composites.values())
+        others.update(each for name, _ in catalogue.composites.values() for each in op_catalog.same_as(name))
     return frozenset(each for name in names for each in op_catalog.meanings(vocabulary, name)).union(others)
 
 

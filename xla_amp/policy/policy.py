@@ -372,4 +372,6 @@ class Policy:
 def decided_as_a_whole(policy: Policy) -> frozenset[str]:
     """Operations that a program may contain in parts (`op_catalog.composite`) and that a rule may decide."""
     names = {name for name, _ in op_catalog.catalogue().composites.values()}
-    return frozenset(name for name in names if policy.by_module or policy.decision(name).of_whole)
+    return frozenset(
+        name for name in names if policy.by_module or policy.decision(name, None, op_catalog.same_as(name)[1:]).of_whole
+    )

@@ -19,7 +19,7 @@ import numpy as np
 from xla_amp.jax import compat
 from xla_amp.jax.decisions import decide
 from xla_amp.jax.jaxpr_analysis import per_jaxpr
-from xla_amp.jax.primitives import info
+from xla_amp.jax.primitives import info, name_of
 from xla_amp.policy import Policy, effects, op_catalog
 from xla_amp.policy.effects import Remembered
 
@@ -98,7 +98,7 @@ def _widens(eqn: Any, policy: Policy) -> bool:
     name = eqn.primitive.name
     if _is_call(name):
         return any(_any_widens(jaxpr, policy) for jaxpr in compat.sub_jaxprs(eqn.params))
-    return _widens_primitive(name, policy)
+    return _widens_primitive(name_of(eqn), policy)
 
 
 @per_jaxpr

@@ -88,6 +88,8 @@ def _traced_body(
         def evaluate(*values: Any) -> list[Any]:
             low = values[len(consts) : len(hoisted)]
             given = arguments((*values[: len(consts)], *values[len(hoisted) :]), weights)
+            for value, const in zip(given, consts, strict=False):
+                value.facts = value.facts if const.facts.weight else value.facts._replace(axes=())
             given = with_low_copies(given, copied, low)
             outs = arrays_of(call.inner_interpreter().eval_jaxpr(body, given, f32_outputs=f32_outputs))
             return [*map(cast, outs, [t.dtype for t in carry]), *outs[len(carry) :]] if keep else outs

@@ -91,7 +91,7 @@ def mark(module: Any, policy: Policy, paths: ModulePaths, copies: Mapping[str, s
         if len(function.regions[0].blocks):
             for name, parts in list(_groups(function, ruled, copies)):
                 path = paths.of(parts[0])
-                decision = policy.decision(name, path)
+                decision = policy.decision(name, path, op_catalog.same_as(name)[1:])
                 if decision.of_whole:
                     # Statistics (mean, variance, running averages) stay float32, as in torch's kernels.
                     statistics = op_catalog.operation_class(name) == "normalization"

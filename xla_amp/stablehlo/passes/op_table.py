@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
 from xla_amp.policy.cast_dtypes import cast_dtypes
-from xla_amp.policy.op_catalog import WHILE_LOOP, meanings
+from xla_amp.policy.op_catalog import WHILE_LOOP, meanings, same_as
 from xla_amp.policy.policy import Decision, Match, Policy
 from xla_amp.stablehlo import ir, locations
 from xla_amp.stablehlo.passes.composites import CompositeMark, mark_of
@@ -93,7 +93,7 @@ class OperationTable(NamedTuple):
     rows: Mapping[str, OperationRow]
     unknown: OperationRow
     narrowed: Mapping[str, str]
-    """Operation -> what its class also depends on: body, callee, request, source or target."""
+    """Operation -> what its class also depends on: body, request, source, square or target."""
 
 
 @functools.cache
@@ -158,8 +158,9 @@ class Classifier:
 
     def _composite(self, marked: CompositeMark, operation: Any) -> OpClass:
         """The class of a part of another operation, or of one of its edges."""
-        decision = self.policy.decision(marked.operation, marked.path)
-        reached = self.policy.reaching(marked.operation, marked.path)
+        same = same_as(marked.operation)[1:]
+        decision = self.policy.decision(marked.operation, marked.path, same)
+        reached = self.policy.reaching(marked.operation, marked.path, same)
         shown = marked.operation.partition(".")[0]
         if decision.cast == "ban":
             raise PolicyError(f"{shown}: the policy {self.policy.name!r} bans it: {decision.why}")
@@ -324,4 +325,16 @@ def _target(operation: Any) -> str:
     return target
 
 
-_NARROW: Final = {"body": _body, "complex": _complex, "request": _request, "source": _source, "target": _target}
+def _square(operation: Any) -> str:
+    left, right = operation.operands
+    return "square" if left == right else ""
+
+
+_NARROW: Final = {
+    "body": _body,
+    "complex": _complex,
+    "request": _request,
+    "source": _source,
+    "square": _square,
+    "target": _target,
+}
