@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import textwrap
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -79,7 +81,12 @@ def _show(arguments: argparse.Namespace) -> Answer:
     lines = [[str(row[key]) for key in ("cast", "layer", "rule", "why")] for row in rows]
     listed = [_shortened(rule.operations) for rule in policy.rules]
     lines = [[*line[:3], operations, line[3]] for line, operations in zip(lines, listed, strict=True)]
-    table = tables.plain(("cast", "layer", "rule", "operations", "why"), lines)
+    columns = ("cast", "layer", "rule", "operations", "why")
+    if sys.stdout.isatty():
+        table = tables.Table(columns=columns, rows=lines, optional=("layer",)).text(most=len(lines))
+        head = textwrap.fill(head, tables.terminal_width())
+    else:
+        table = tables.plain(columns, lines)
     return f"{head}\nA later row wins over an earlier one of another layer.\n\n{table}", 0
 
 

@@ -8,6 +8,7 @@ import importlib.util
 import io
 import shutil
 import sys
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -18,8 +19,8 @@ Cell: TypeAlias = str | int | float | None
 
 MOST_ROWS: Final = 40
 """Rows that `Table.text` shows; a page has all."""
-_ENDS: Final = frozenset({"layer", "module", "parameter", "where"})
-"""Columns whose cells say most at their end: they are cut at the left."""
+_ENDS: Final = frozenset({"layer", "module", "parameter", "rule", "where"})
+"""Columns of paths: what differs is in the last parts, and then in the first, so they are cut in the middle."""
 _KEPT: Final = "where"
 """The column that no terminal is too narrow for."""
 _SHORTEST: Final = {_KEPT: 20, "operation": 13}
@@ -65,6 +66,10 @@ class Table:
         parts = [shown] if rows else []
         left_out = len(self.rows) - len(rows)
         parts += [f"and {left_out:,} more rows"] if left_out else []
+        hidden = [name for name in self.shown()[0] if name not in names] if rows else []
+        if hidden:
+            line = f"without the column{'s' * (len(hidden) > 1)} {', '.join(hidden)}: a wider terminal shows more"
+            parts.append(textwrap.fill(line, width, break_on_hyphens=False))
         return "\n".join([*parts, printable(self.note)] if self.note else parts)
 
     @property
@@ -117,7 +122,8 @@ def _text(cell: Cell) -> str:
 def _cut(cell: str, width: int, name: str) -> str:
     if len(cell) <= width:
         return cell
-    return "…" + cell[len(cell) - width + 1 :] if name in _ENDS else cell[: width - 1] + "…"
+    first = (width - 1) // 4 if name in _ENDS else width - 1
+    return f"{cell[:first]}…{cell[len(cell) - (width - 1 - first) :]}" if name in _ENDS else cell[:first] + "…"
 
 
 def plain(columns: Sequence[str], lines: Iterable[Sequence[str]], *, numeric: Collection[str] = ()) -> str:

@@ -117,12 +117,12 @@ class ConversionReport:
     def _table(self) -> Table:
         """Decisions that are the same are one row, in order of first appearance."""
         counts = Counter(
-            (each.operation.partition("#")[0], each.module, each.after, each.cast if each.origin else "", each.origin,
+            (each.operation.partition("#")[0], each.after, each.module, each.cast if each.origin else "", each.origin,
              locations.Location(each.location).line, f"{each.colour}: {each.why}")
             for each in self.operations
         )  # fmt: skip
         return Table(
-            columns=("operation", "count", "module", "runs in", "cast", "rule", "where", "why"),
+            columns=("operation", "count", "runs in", "module", "cast", "rule", "where", "why"),
             rows=[(name, count, *cells) for (name, *cells), count in counts.items()],
             optional=("cast", "rule"),
         )

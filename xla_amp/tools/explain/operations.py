@@ -40,11 +40,11 @@ class Operation:
 
 
 _COLUMNS: Final = (
-    "operation", "count", "module", "before", "after", "result", "FLOP", "bytes", "cast", "layer", "rule", "where",
+    "operation", "count", "before", "after", "result", "module", "FLOP", "bytes", "cast", "layer", "rule", "where",
     "casts", "shapes", "why", "source", "verdict",
 )  # fmt: skip
 _MORE: Final = ("casts", "shapes", "why", "source", "verdict")
-_OPTIONAL: Final = ("bytes", "FLOP", "layer", "cast", "before", "rule")
+_OPTIONAL: Final = ("bytes", "FLOP", "layer", "cast", "rule")
 
 
 def table(operations: Iterable[Operation], title: str = "Operations") -> Section:
@@ -82,10 +82,10 @@ def _row(alike: list[Operation]) -> tuple[Cell, ...]:
     return (
         first.operation,
         len(alike),
-        paths.together(each.module for each in records),
         _dtypes(first.given),
         _dtypes(first.used) if first.used != first.given else "",
         _dtypes(first.result),
+        paths.together(each.module for each in records),
         None if flops is None else units.flops(flops),
         None if moved is None else units.size(moved),
         *((first.cast, first.layer, first.origin) if first.origin else ("", "", "")),
