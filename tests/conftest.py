@@ -13,14 +13,16 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+import open_regions
 import pytest
 
 # Before anything imports JAX: a test must mean the same on a machine with an accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of a test's time is LLVM's, for programs that run once: a third of it without optimizations and without the
 # emitters of fusions that use MLIR, and a quarter less than that in one module instead of one for each thread.  What
-# XLA's own passes do, which tests count, is the same.
-if find_spec("torch_xla") is None:  # whose XLA is another one, and ends the process at a flag that it does not know
+# XLA's own passes do, which tests count, is the same.  A GPU's programs need the passes, and torch_xla's XLA, another
+# one, ends the process at a flag that it does not know.
+if os.environ["JAX_PLATFORMS"] == "cpu" and find_spec("torch_xla") is None:
     flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
     if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # which has no other emitters
         flags.append("--xla_cpu_use_fusion_emitters=false")
@@ -38,6 +40,22 @@ FOREIGN = ("XLA_AMP_", "XLA_USE_", "PT_HPU_AUTOCAST_")
 
 
 TORCH_XLA = Path(__file__).parent / "torch_xla_engine"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--platform-policy",
+        choices=("tpu", "gpu"),
+        help="the default policy of XLA:CPU in this run: with gpu, tests run under the rules and low dtype of a GPU",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that tests start keep the platform's own policy."""
+    if chosen := config.getoption("--platform-policy"):
+        from xla_amp.policy import load
+
+        sys.modules[load.__module__]._DEFAULTS["cpu"] = chosen
 
 
 @pytest.hookimpl(wrapper=True)
@@ -88,6 +106,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     more combination of them.  The CPU comes last: the XLA device has all rows of a test that runs on both.
     """
     for item in items:
+        if os.environ["JAX_PLATFORMS"] != "cpu" and item.get_closest_marker("processes"):
+            item.add_marker(pytest.mark.skip(reason="several processes, and one device serves one process"))
         if hasattr(item, "callspec") and _is_one_more_dtype(item):
             item.add_marker("full")
     seen: dict[str, set[Hashable]] = collections.defaultdict(set)
@@ -177,6 +197,32 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(FOREIGN)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("XLA_AMP_CACHE", "off")
+
+
+@pytest.fixture(autouse=True)
+def _regions_are_closed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A region or override that a test leaves open is closed, so that it fails no test but its own."""
+    failed = request.session.testsfailed
+    yield
+    if left := open_regions.close_regions():
+        said = f"left open, and closed now: {', '.join(left)}"
+        if request.session.testsfailed == failed:
+            pytest.fail(said)
+        print(said)
+
+
+@pytest.fixture(scope="session")
+def low_of(request: pytest.FixtureRequest) -> Callable[[object], object]:
+    """Gives the low dtype of a region that names none on a torch device, by the platform or --platform-policy."""
+    import torch
+
+    from xla_amp.lazy.programs import pjrt
+
+    def low(device: torch.device) -> torch.dtype:
+        rules = request.config.getoption("--platform-policy") or ("gpu" if pjrt.platform() == "gpu" else "tpu")
+        return torch.float16 if device.type in ("jax", "xla") and rules == "gpu" else torch.bfloat16
+
+    return low
 
 
 @pytest.fixture(params=["cpu", "xla"])

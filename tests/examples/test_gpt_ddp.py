@@ -12,7 +12,7 @@ from source_tree import ROOT
 EXAMPLE = ROOT / "examples" / "gpt_ddp.py"
 SIZES = ["--json", "--precision", "fp32", "--sequences", "40", "--context", "16", "--layers", "1", "--width", "16"]
 OVERFLOW = ("--overflow-at", "1")
-pytestmark = pytest.mark.full  # tests/training/test_process_group.py has the parts of it
+pytestmark = [pytest.mark.full, pytest.mark.processes]  # tests/training/test_process_group.py has the parts of it
 
 
 def run(world, *arguments):

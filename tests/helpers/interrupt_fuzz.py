@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from open_regions import close_regions
 
 import xla_amp
 
@@ -126,17 +127,6 @@ class Training:
 
 def _same(expected: torch.Tensor, value: torch.Tensor) -> bool:
     return torch.equal(expected, value.cpu())
-
-
-def close_regions() -> None:
-    """Closes regions of autocast that an interrupt has left open, as it does where ``__exit__`` begins.
-
-    Weights that such a region has cast stay cast in every later one of this process.
-    """
-    torch.autocast_increment_nesting()
-    while torch.autocast_decrement_nesting() > 0:
-        pass
-    torch.clear_autocast_cache()
 
 
 def settle() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("accelerate", reason="the extra `huggingface`")
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.processes]
 
 PROGRAM = Path(__file__).with_name("huggingface_program.py")
 KINDS = ("accelerate-fp16", "accelerate-bf16", "trainer-fp16", "trainer-bf16")

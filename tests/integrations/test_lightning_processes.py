@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("lightning", reason="the extra `lightning`")
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.processes]
 
 PROGRAM = Path(__file__).with_name("lightning_program.py")
 KINDS = ("lightning-fp16", "lightning-bar", "lightning-accumulated", "fabric-fp16")

@@ -15,6 +15,8 @@ from monitor_on_two_processes import BAD, ROW, step
 from xla_amp.jax import LossScale, find_overflow
 from xla_amp.tools.monitor.on_jax import load
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = Path(__file__).with_name("monitor_on_two_processes.py")
 
 

@@ -104,6 +104,7 @@ def free_port():
 
 
 @pytest.mark.full
+@pytest.mark.processes
 def test_processes_find_each_other_and_agree(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     job = {**SLURM, "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "JAX_COORDINATOR_PORT": str(free_port())}

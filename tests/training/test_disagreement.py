@@ -21,6 +21,8 @@ from xla_amp.common.config import Process
 from xla_amp.errors import EngineError
 from xla_amp.lazy.distributed import agreement, consistency
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = Path(__file__).with_name("disagree_program.py")
 
 

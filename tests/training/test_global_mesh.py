@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import scenarios
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.processes]
 PROGRAM = Path(__file__).with_name("global_mesh_program.py")
 FORMS = {
     "fsdp+tp": (2, 2, '{"data":2,"model":2}', "fsdp+tp"),

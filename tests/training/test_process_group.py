@@ -17,6 +17,8 @@ from process_group_program import MODES, OVERFLOW, STEPS, Partly, own, tokens_of
 
 from xla_amp.lazy.distributed.process_groups import rows_or_columns
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = Path(__file__).with_name("process_group_program.py")
 
 

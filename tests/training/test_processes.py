@@ -27,6 +27,8 @@ from xla_amp.common.config import Process, Store
 from xla_amp.errors import EngineError, PolicyError
 from xla_amp.lazy.distributed import consistency
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = Path(__file__).with_name("replica_program.py")
 WORLDS = [2, pytest.param(4, marks=pytest.mark.full)]
 

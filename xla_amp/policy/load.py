@@ -96,6 +96,9 @@ def load(policy: PolicyLike) -> Policy:
     return _from_file(*signature(path))
 
 
+_DEFAULTS = {"cpu": "tpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
+
+
 def default_name(platform: str) -> str:
     """Policy for an XLA platform: ``tpu`` for ``cpu`` and ``tpu``, ``gpu`` for ``gpu``, ``cuda`` and ``rocm``.
 
@@ -104,12 +107,11 @@ def default_name(platform: str) -> str:
     Raises:
         PolicyError: another platform.
     """
-    defaults = {"cpu": "tpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
     try:
-        return defaults[platform.lower()]
+        return _DEFAULTS[platform.lower()]
     except (KeyError, AttributeError):
         raise PolicyError(
-            f"no default policy for XLA platform {platform!r}; expected one of {', '.join(defaults)}, or pass "
+            f"no default policy for XLA platform {platform!r}; expected one of {', '.join(_DEFAULTS)}, or pass "
             f"policy= with one of {', '.join(BUILTIN)}"
         ) from None
 

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import threading
 
+import open_regions
 import pytest
 import torch
 
@@ -26,9 +27,9 @@ SEQUENCES = {
     "nested": [("low", LOW), ("half", HALF), ("off", FULL), ("low", LOW), (3, FULL), (2, HALF), (1, LOW), (0, FULL)],
     "entered again while it is open": [("low", LOW), ("again", LOW), (1, LOW), (0, FULL)],
     "of torch": [("low", LOW), ("torch half", HALF), (1, LOW), ("torch off", FULL), ("low", LOW), (3, FULL), (2, LOW)],
-    "out of order": [("default", LOW), ("half", HALF), (0, HALF), (1, FULL)],  # the newest stays in force
+    "out of order": [("default", None), ("half", HALF), (0, HALF), (1, FULL)],  # the newest stays in force
 }
-"""Regions that are entered, or left by number, and what a product is in after each."""
+"""Regions that are entered, or left by number, and what a product is in after each; None is the platform's dtype."""
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def _state_is_restored(device):
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_sequences(device, mm_dtype, name):
+def test_sequences(device, low_of, mm_dtype, name):
     opened, left = [], set()
     for step, expected in SEQUENCES[name]:
         if isinstance(step, int):
@@ -63,7 +64,7 @@ def test_sequences(device, mm_dtype, name):
         else:
             opened.append(opened[0] if step == "again" else OPEN[step](device))
             opened[-1].__enter__()
-        assert mm_dtype() is expected
+        assert mm_dtype() is (expected or low_of(device))
     for region in [region for number, region in enumerate(opened) if number not in left]:
         region.__exit__(None, None, None)
     assert mm_dtype() is FULL
@@ -86,6 +87,20 @@ def test_the_cache_flag(device):
             assert not torch.is_autocast_cache_enabled()
         with autocast(device, dtype=LOW, cache_enabled=True):
             assert torch.is_autocast_cache_enabled()
+
+
+def test_what_a_test_leaves_open_is_closed_after_it(device, mm_dtype):
+    policy.override(mm="keep").__enter__()
+    autocast(device, dtype=HALF).__enter__()
+    torch.autocast(device.type).__enter__()
+    closed = open_regions.close_regions()
+    assert [text.partition("(")[0] for text in closed] == ["autocast", "override", "a region of torch"]
+    torch.autocast(device.type).__enter__()
+    assert open_regions.close_regions()
+    assert mm_dtype() is FULL
+    assert torch.autocast_increment_nesting() == 1
+    assert torch.autocast_decrement_nesting() == 0
+    assert open_regions.close_regions() == []
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ def test_torchs_regions_follow_overrides_and_ours_around_them(device, full, low)
         assert torch.exp(low).dtype is FULL  # a rule of `cuda` alone
 
 
-def test_environment_and_files(device, full, tmp_path, monkeypatch):
+def test_environment_and_files(device, low_of, full, tmp_path, monkeypatch):
     file = tmp_path / "mine.toml"
     file.write_text('extends = "tpu"\nlow = "float16"\n[[rule]]\ncast = "keep"\noperations = ["mm"]\n')
     with opened(device, policy=file):
@@ -221,7 +221,7 @@ def test_environment_and_files(device, full, tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_AMP_POLICY", str(file))
     monkeypatch.setenv("XLA_AMP_RULES", "exp=low; sub.Tensor=low")
     with autocast(device):
-        assert [torch.softmax(full, -1).dtype, torch.exp(full).dtype, (full - full).dtype] == [LOW] * 3
+        assert [torch.softmax(full, -1).dtype, torch.exp(full).dtype, (full - full).dtype] == [low_of(device)] * 3
     monkeypatch.delenv("XLA_AMP_RULES")
     monkeypatch.delenv("XLA_AMP_POLICY")
     with autocast(device):
@@ -293,11 +293,13 @@ def test_an_operator_that_is_defined_later(device, full):
 # ---- records ---------------------------------------------------------------------------------------------------------
 
 
-def test_decisions_are_recorded():
+def test_decisions_are_recorded(low_of):
     full = torch.ones(2, 2, device=xla_amp.xla_device())
+    low = low_of(full.device)
+    name = str(low).removeprefix("torch.")
     with events.capture() as records, autocast("xla"):
-        torch.mm(full, full.to(LOW))
-        torch.cat([full.to(LOW), full])
+        torch.mm(full, full.to(low))
+        torch.atan2(full.to(low), full)
         full + full
         with policy.override(mm="keep"):
             torch.mm(full, full)
@@ -305,13 +307,14 @@ def test_decisions_are_recorded():
             torch.mm(full, full)
     torch.mm(full, full)
     product, joined, kept = records
-    assert (product.operation, product.cast, product.layer, product.policy) == ("mm", "low", "builtin", "tpu")
-    assert (product.given, product.used) == (("float32", "bfloat16"), ("bfloat16", "bfloat16"))
-    assert product.result == ("bfloat16",)
+    assert (product.operation, product.cast, product.layer) == ("mm", "low", "builtin")
+    assert product.policy == ("gpu" if low is HALF else "tpu")
+    assert (product.given, product.used) == (("float32", name), (name, name))
+    assert product.result == (name,)
     assert product.front == "pytorch"
     assert product.why
     assert product.location.startswith(__file__)
-    assert (joined.operation, joined.given, joined.used) == ("cat", ("bfloat16", "float32"), ("float32", "float32"))
+    assert (joined.operation, joined.given, joined.used) == ("atan2", (name, "float32"), ("float32", "float32"))
     assert (kept.cast, kept.layer, kept.result) == ("keep", "override", ("float32",))
 
 

@@ -11,7 +11,7 @@ import forked
 import pytest
 from monitor_program import BAD, BAD_RANK
 
-pytestmark = pytest.mark.full  # four processes
+pytestmark = [pytest.mark.full, pytest.mark.processes]  # four processes
 PROGRAM = Path(__file__).with_name("monitor_program.py")
 
 
