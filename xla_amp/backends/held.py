@@ -88,9 +88,16 @@ def containers(
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, float, int, bool, str, type(None)))
 
 
-def leaves(owner: Any, contents: Mapping[int, Any] | None = None) -> Iterator[Leaf]:
-    """The values that `owner` holds: tensors, numbers, functions and objects that are not searched."""
-    for path, held, items in containers(owner, contents):
+def leaves(
+    owner: Any,
+    contents: Mapping[int, Any] | None = None,
+    attributes: Callable[[Any], dict[str, Any] | None] = attributes,
+) -> Iterator[Leaf]:
+    """The values that `owner` holds: tensors, numbers, functions and objects that are not searched.
+
+    Arguments are those of `containers`.
+    """
+    for path, held, items in containers(owner, contents, attributes):
         for key, value in items:
             plain = type(value) in _PLAIN
             if (plain or (not isinstance(value, _CONTAINERS) and attributes(value) is None)) and key not in _NOTES:

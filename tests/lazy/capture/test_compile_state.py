@@ -282,3 +282,51 @@ def test_a_failed_replay_is_reported_and_donated_state_is_lost(device, monkeypat
     with pytest.raises(StepFailedError, match="memory was handed to a step that then failed"):
         total.tolist()
     assert x.tolist() == [1.0] * 3
+
+
+class Named(torch.optim.Optimizer):
+    """Moments in an attribute, a count on the device by its name, and one in Python."""
+
+    def __init__(self, params, every=0):
+        super().__init__(params, {})
+        self.moments = [torch.zeros_like(p) for p in self.param_groups[0]["params"]]
+        self.state["n"] = torch.zeros((), device=self.moments[0].device)
+        self.every, self.count = every, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["n"] += 1
+        self.count += bool(self.every)
+        slow = self.every and self.count % self.every == 0
+        for p, moment in zip(self.param_groups[0]["params"], self.moments, strict=True):
+            moment.mul_(0.9).add_(p.grad)
+            p.sub_((0.5 if slow else 0.1) * moment / self.state["n"])
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be replayed. it changes .*count from")
+@pytest.mark.parametrize("every", [0, 5])
+def test_an_optimizer_with_state_in_attributes_and_by_name(device, every):
+    """It is replaced between calls as a checkpoint does; a count in Python is not replayed."""
+
+    def run(device, compiled=False):
+        weight = nn.Parameter(torch.ones(3).to(device))
+        optimizer, found = Named([weight], every), []
+
+        def step():
+            optimizer.zero_grad()
+            weight.square().sum().backward()
+            optimizer.step()
+
+        call = xla_amp.compile(step, state=[optimizer]) if compiled else step
+        for number in range(8):
+            if number == 5:
+                optimizer.moments, kept = [torch.full((3,), 0.5).to(device)], optimizer.moments
+                optimizer.state["n"] = torch.ones(()).to(device)
+            call()
+            found.append(weight.detach().cpu().clone())
+        assert kept[0] is not optimizer.moments[0]
+        return found, getattr(call, "replays", None)
+
+    found, replays = run(device, compiled=True)
+    torch.testing.assert_close(found, run("cpu")[0])
+    assert replays == (0 if every else 5)  # the first call begins without gradients

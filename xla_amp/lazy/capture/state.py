@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from xla_amp.backends import held
 from xla_amp.lazy.capture.values import NOWHERE, Entry, Reading, Slot, Tensor, bound, plain
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.tensors import tensor_io
@@ -78,6 +79,7 @@ class _Objects(Reading):
                 self.watch(table)
             for number, group in enumerate(owner.param_groups):
                 self._group(owner, group, f"{label}.param_groups[{number}]")
+            self._rest(owner, label)
             return
         self.watch(space)
         for name, value in space.items():
@@ -114,6 +116,25 @@ class _Objects(Reading):
             self.watch(state)
             for key, value in state.items():
                 self.add(value, f"the {key!r} of {name}{_remedy(owner, value)}", Slot(state, key))
+
+    def _rest(self, owner: Optimizer, label: str) -> None:
+        """Attributes, and state that has a name; another optimizer among them is an object as this one is."""
+        space = vars(owner)
+
+        def attributes(value: Any) -> dict[str, Any] | None:
+            return space if value is owner else None
+
+        known = {id(space), id(owner.state), *(id(group["params"]) for group in owner.param_groups)}
+        for path, container, _ in held.containers(owner, None, attributes):
+            of_parameter = path[:1] == ("state",) and len(path) > 1 and isinstance(path[1], torch.Tensor)
+            if of_parameter or path[:1] in (("param_groups",), ("defaults",)):
+                known.add(id(container))
+            elif id(container) not in known:
+                self.watch(container)
+        known -= {id(space), id(owner.state)}
+        for path, holder, key, value in held.leaves(owner, None, attributes):
+            if id(holder) not in known and not callable(value):
+                self.add(value, f"{label}.{held.name(path)}", Slot(holder, key))
 
     def _option(self, owner: Optimizer, slot: Slot, label: str) -> None:
         value = slot.value()
