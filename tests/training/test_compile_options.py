@@ -5,6 +5,8 @@ Options pay, users can change them, and others' programs go without.
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,6 +102,23 @@ def test_a_gpu_keeps_what_the_policy_made_low_low_between_kernels(device):
     assert between_kernels(low.hlo, SHAPE)["f32"] < between_kernels(wide.hlo, SHAPE)["f32"]
     assert low.bytes_accessed < 0.8 * wide.bytes_accessed
     assert low.peak_memory < 0.9 * wide.peak_memory
+
+
+def test_on_a_gpu_a_gradient_is_joined_once_and_a_one_hot_gradient_is_not_summed(device):
+    """The readers of the joined gradient read it behind a barrier; a cast leaves `nll_loss`'s gradient deferred."""
+    qkv, head = nn.Linear(16, 48).to(device), nn.Linear(16, 24).to(device)
+    x, labels = torch.randn(2, 4, 16).to(device).requires_grad_(), torch.arange(8).to(device)
+    with xla_amp.autocast(device, dtype=torch.bfloat16, policy="gpu"):
+        heads = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in qkv(x).split(16, -1))
+        mixed = nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        loss = nn.functional.cross_entropy(head(mixed).flatten(0, 1), labels)
+    loss.backward()
+    xla_amp.sync()
+    text = text_for("gpu")
+    (joined,) = re.findall(r"(%\S+) = stablehlo\.concatenate .*-> tensor<2x4x48xbf16>", text)
+    assert f"stablehlo.optimization_barrier {joined} :" in text
+    over_classes = r"stablehlo.reduce\(.*applies stablehlo.add across dimensions = \[1\] : \(tensor<8x24xf32>"
+    assert len(re.findall(over_classes, text)) == 1  # log_softmax's; its gradient's would be the second
 
 
 @pytest.mark.full

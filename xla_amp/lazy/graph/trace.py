@@ -12,6 +12,7 @@ written with one strided instruction.  An in-place write only gives the buffer a
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 import threading
@@ -28,7 +29,7 @@ from xla_amp.common import events, interrupts
 from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY
-from xla_amp.lowering import Permuted
+from xla_amp.lowering import OneHot, Permuted
 from xla_amp.lowering.operand import rounded_to_half
 
 Numbers = tuple[int, ...]
@@ -438,9 +439,11 @@ def _cast_instruction(target: Spec) -> Instruction:
         (x,) = inputs
         if isinstance(x, Permuted):  # stays a transpose that a contraction can fold
             return [Permuted(rounding_cast(x.base, target.numpy_dtype), x.permutation)]
+        if isinstance(x, OneHot):
+            return [dataclasses.replace(x, values=rounding_cast(x.values, target.numpy_dtype))]
         return [rounding_cast(x, target.numpy_dtype)]
 
-    return Instruction("_to_copy", emit, (target,), 1, takes=(Permuted,))
+    return Instruction("_to_copy", emit, (target,), 1, takes=(Permuted, OneHot))
 
 
 def rounding_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -156,6 +156,7 @@ def build(
     if any(layout.num_devices > 1 for layout in key.shardings.parameters):
         # XLA puts the sum over devices right after the product, in the dtype of its result.
         wide = weight_gradients.find(tape)
+    once = weight_gradients.joined_once(tape) if platform == "gpu" else frozenset[int]()
     context = Context(platform, mesh.AXIS if mesh.replicas else None)
     options: dict[str, Any] = {}
     if key.shardings.parameters:
@@ -175,7 +176,7 @@ def build(
         for index, array in zip(kept, others, strict=True):
             parameters[index] = array
         return _interpret(
-            tape, parameters, floats, ints[2 * streams :], ints[: 2 * streams], computed, context, wide, places
+            tape, parameters, floats, ints[2 * streams :], ints[: 2 * streams], computed, context, wide, once, places
         )
 
     step = replicated(lazy_step) if mesh.replicas else lazy_step
@@ -248,6 +249,7 @@ def _interpret(
     wanted: Sequence[int],
     context: Context,
     wide: Set[int],
+    made_once: Set[int],
     places: Sequence[Place | None],
 ) -> list[jax.Array]:
     values: list[Any] = []
@@ -272,6 +274,8 @@ def _interpret(
         once = place is None and times[instruction.id] > 1
         with _at(instruction, place):
             results = (_traced if once else emit)(instruction, in_wide if node.first in wide else context, *arguments)
+        if node.first in made_once:
+            results = jax.lax.optimization_barrier(results)
         values.extend(results)
     return [materialize(values[number]) for number in wanted]
 

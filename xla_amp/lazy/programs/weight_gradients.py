@@ -7,6 +7,7 @@ elements as the weight.  A weight is an input of the program.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 from xla_amp.lazy.graph.tape import Tape
@@ -31,6 +32,26 @@ _SUMS: Final = frozenset(
     }
 )
 """They sum in float32.  XLA:TPU sums the parts of devices in half, if the result is converted to that right after."""
+
+
+_JOINS: Final = frozenset({"cat", "stack"})
+"""Operations that XLA:GPU repeats in each product that reads their result."""
+
+
+def joined_once(tape: Tape) -> frozenset[int]:
+    """Results of `_JOINS` that several products read: the gradient of a layer whose result is split."""
+    origin: list[int] = []
+    readers: Counter[int] = Counter()
+    joined: set[int] = set()
+    for node in tape:
+        name = node.instruction.name
+        if name in _PRODUCTS:
+            readers.update({origin[operand] for operand in node.inputs[-2:]})
+        if name in _JOINS:
+            joined.add(node.first)
+        same = name in _SAME_VALUE and len(node.inputs) == 1
+        origin += [origin[node.inputs[0]] if same else result for result in node.results]
+    return frozenset(result for result in joined if readers[result] > 1)
 
 
 def find(tape: Tape) -> frozenset[int]:
