@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+_MANY_ROWS = 1024
+"""Rows from which on a sum over them has two stages on GPU."""
+_LEAST_PARTS = 16
+"""Parts of the rows, a power of two, in which they are summed first; with fewer the sum has one stage."""
 _HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
@@ -68,6 +73,25 @@ def written(x: jax.Array, dtype: Any, platform: str) -> jax.Array:
     Several kernels read it.  Without the barrier XLA gives them a second copy in float32, or computes it in each.
     """
     return lax.optimization_barrier(as_dtype(x, dtype)) if platform == "gpu" and is_half(dtype) else as_dtype(x, dtype)
+
+
+def sums_of_rows(arrays: Sequence[jax.Array], leading: int, platform: str) -> list[jax.Array]:
+    """The sum of each of `arrays`, which have one shape and dtype, over its first `leading` axes.
+
+    On GPU the sums are of one pass, in two stages: XLA gives a sum over the rows of a matrix one block for each 32
+    columns, which is too few for the chip with some thousand rows, and does not fuse into it what computes the matrix.
+    """
+    rows, rest = (math.prod(arrays[0].shape[:leading]), arrays[0].shape[leading:]) if arrays else (0, ())
+    parts = min(rows & -rows, 1 << (rows.bit_length() // 2))
+    if platform == "gpu" and rest and rows >= _MANY_ROWS and parts >= _LEAST_PARTS:
+        zeros = [jnp.zeros((), x.dtype) for x in arrays]
+        split = [x.reshape(parts, rows // parts, *rest) for x in arrays]
+        arrays, leading = lax.optimization_barrier(lax.reduce(split, zeros, _add_each, (1,))), 1
+    return [jnp.sum(x, axis=tuple(range(leading))) for x in arrays]
+
+
+def _add_each(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> list[jax.Array]:
+    return [a + b for a, b in zip(left, right, strict=True)]
 
 
 def axes(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:

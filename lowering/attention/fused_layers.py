@@ -68,8 +68,8 @@ def multi_head_attention(
     return output, jnp.mean(weights, 1) if average_attn_weights else weights
 
 
-def _layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
-    return as_dtype(native_layer_norm(x, x.shape[-1:], weight, bias, eps)[0], x.dtype)
+def _layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float, platform: str) -> jax.Array:
+    return as_dtype(native_layer_norm(x, x.shape[-1:], weight, bias, eps, platform=platform)[0], x.dtype)
 
 
 @register("_transformer_encoder_layer_fwd")
@@ -111,10 +111,10 @@ def encoder_layer(
         return _affine(as_dtype(active, x.dtype), ffn_weight_2, ffn_bias_2, platform)
 
     def first(x: jax.Array) -> jax.Array:
-        return _layer_norm(x, norm_weight_1, norm_bias_1, eps)
+        return _layer_norm(x, norm_weight_1, norm_bias_1, eps, platform)
 
     def second(x: jax.Array) -> jax.Array:
-        return _layer_norm(x, norm_weight_2, norm_bias_2, eps)
+        return _layer_norm(x, norm_weight_2, norm_bias_2, eps, platform)
 
     if norm_first:
         x = src + attend(first(src))

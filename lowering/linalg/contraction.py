@@ -10,7 +10,9 @@ cpu        ``low x low -> float32``, rounded afterwards; transposes folded into 
            operand whose contracted axis is not its last is transposed first, in blocks.  bfloat16 on a CPU
            without instructions for it: both operands are converted to float32 first (not where the left one
            would be transposed)
-gpu, tpu   ``low x low -> low``; the accumulator is float32 in the hardware
+gpu, tpu   ``low x low -> low``; the accumulator is float32 in the hardware.  On gpu ``-> float32`` where something
+           is added before the one rounding; but a bias is added to a large product in their own dtype: cuBLAS does
+           it in the product, in float32, where XLA lets it (`_is_added_by_cublas`)
 =========  ================================================================================================
 
 float32 operands are contracted at `lax.Precision.HIGHEST` everywhere: float32 then means float32, as in torch, where
@@ -19,13 +21,17 @@ TPU would otherwise round the operands to bfloat16 and GPU to TF32.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from xla_amp import hardware
+from xla_amp.lowering import forms
 from xla_amp.lowering.operand import Permuted, as_dtype, is_half, materialize, opmath, up
 from xla_amp.lowering.registry import register
 
@@ -33,6 +39,11 @@ _BLOCKS = (64, 32, 16, 8)
 """Tile edges of the blocked transpose, best first."""
 _PADDED_BLOCK = 32
 """Tile edge where no edge in `_BLOCKS` divides both extents; the operand is padded up to it."""
+
+_ALIGNED: Final = 8
+"""cuBLAS's kernels for 16-bit operands want extents in multiples of it."""
+_WIDE: Final = 512
+"""Least extent of a product that may be padded: each padded copy then takes a small part of the product's time."""
 
 Operand: TypeAlias = jax.Array | Permuted
 Axes: TypeAlias = tuple[int, ...]
@@ -73,13 +84,76 @@ def contract(
             left, right = up(left), up(right)
         else:
             left, left_contracting = _contracted_last(left, left_contracting[0], left_batch)
-    return lax.dot_general(
-        left,
-        right,
-        ((left_contracting, right_contracting), (left_batch, right_batch)),
-        precision=precision(left.dtype),
-        preferred_element_type=jnp.float32 if half and (wide or platform == "cpu") else None,
+    call = Product(
+        left=left,
+        right=right,
+        axes=((left_contracting, right_contracting), (left_batch, right_batch)),
+        dtype=jnp.float32 if half and (wide or platform == "cpu") else None,
+        platform=platform,
     )
+    form = forms.choose("product", FORMS, call) if call.may_be_padded else PLAIN
+    return form.compute(call)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """One call of `lax.dot_general`."""
+
+    left: jax.Array
+    right: jax.Array
+    axes: tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
+    """Contracted axes of both operands, batch axes of both."""
+    dtype: Any
+    """Of the result; None is that of the operands."""
+    platform: str
+
+    @property
+    def summary(self) -> str:
+        """Sizes and dtype, for people."""
+        return f"{'x'.join(map(str, self.left.shape))} by {'x'.join(map(str, self.right.shape))}, {self.left.dtype}"
+
+    @property
+    def may_be_padded(self) -> bool:
+        """Whether it is a large product of two half matrices on GPU, of which an extent is no multiple of 8."""
+        extents = (*self.left.shape, *self.right.shape)
+        matrices = self.left.ndim == self.right.ndim == 2 and not self.axes[1][0]
+        large = self.platform == "gpu" and matrices and is_half(self.left.dtype) and min(extents) >= _WIDE
+        return large and any(extent % _ALIGNED for extent in extents)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductForm(forms.Form[Product]):
+    """One way to compute a product."""
+
+    compute: Callable[[Product], jax.Array]
+
+
+def _plain(call: Product) -> jax.Array:
+    return lax.dot_general(
+        call.left, call.right, call.axes, precision=precision(call.left.dtype), preferred_element_type=call.dtype
+    )
+
+
+def _padded(call: Product) -> jax.Array:
+    """The product of both matrices with zeros up to a multiple of 8 in each extent, without what these add."""
+    (((rows,), (columns,)), _) = call.axes
+    shape = call.left.shape[1 - rows], call.right.shape[1 - columns]
+    left, right = (jnp.pad(x, [(0, -extent % _ALIGNED) for extent in x.shape]) for x in (call.left, call.right))
+    return _plain(dataclasses.replace(call, left=left, right=right))[: shape[0], : shape[1]]
+
+
+PLAIN: Final = ProductForm(name="plain", why="one operation of XLA", compute=_plain)
+FORMS: Final = (
+    ProductForm(
+        name="padded",
+        why="cuBLAS's kernels need extents in eights; XLA pads only what it has chosen for cuBLAS",
+        platforms=("gpu",),
+        off="no GPU has measured it",
+        compute=_padded,
+    ),
+    PLAIN,
+)
+"""Forms of a product for which `Product.may_be_padded`."""
 
 
 def base(operand: Operand, contracting: Axes, batch: Axes) -> tuple[jax.Array, Axes, Axes]:
@@ -157,21 +231,36 @@ def vdot(left: jax.Array, right: jax.Array, *, platform: str) -> jax.Array:
 
 @register("addmm", takes=(Permuted,))
 def addmm(start: Operand, left: Operand, right: Operand, *, beta: Any = 1, alpha: Any = 1, platform: str) -> jax.Array:
-    return accumulate(start, mm(left, right, platform=platform), beta, alpha, left.dtype)
+    if _is_added_by_cublas(start, left, right, beta, alpha, platform):
+        return mm(left, right, platform=platform) + as_dtype(materialize(start), left.dtype).reshape(-1)
+    return accumulate(start, mm(left, right, platform=platform, wide=platform == "gpu"), beta, alpha, left.dtype)
+
+
+_EPILOGUE: Final = 2**20
+"""Elements of a sum from which on its product and bias are in their own dtype on GPU.  Smaller arrays stay in cache."""
+
+
+def _is_added_by_cublas(start: Operand, left: Operand, right: Operand, beta: Any, alpha: Any, platform: str) -> bool:
+    """Whether ``product + start`` is the form that XLA turns into cuBLAS's epilogue: a bias that each row gets."""
+    plain = all(isinstance(factor, (int, float)) and factor == 1 for factor in (beta, alpha))
+    is_bias = start.shape[-1:] == right.shape[1:] and math.prod(start.shape[:-1]) == 1
+    size = left.shape[0] * right.shape[1]
+    return platform == "gpu" and plain and is_bias and is_half(left.dtype) and size >= _EPILOGUE
 
 
 @register("addmv", takes=(Permuted,))
 def addmv(
     start: Operand, matrix: Operand, vector: Operand, *, beta: Any = 1, alpha: Any = 1, platform: str
 ) -> jax.Array:
-    return accumulate(start, mv(matrix, vector, platform=platform), beta, alpha, matrix.dtype)
+    product = contract(matrix, vector, ((1,), (0,)), platform=platform, wide=platform == "gpu")
+    return accumulate(start, product, beta, alpha, matrix.dtype)
 
 
 @register("baddbmm", takes=(Permuted,))
 def baddbmm(
     start: Operand, left: Operand, right: Operand, *, beta: Any = 1, alpha: Any = 1, platform: str
 ) -> jax.Array:
-    return accumulate(start, bmm(left, right, platform=platform), beta, alpha, left.dtype)
+    return accumulate(start, bmm(left, right, platform=platform, wide=platform == "gpu"), beta, alpha, left.dtype)
 
 
 @register("addbmm", takes=(Permuted,))

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from xla_amp.lowering.math import ordering  # noqa: F401  (registers its lowerings)
-from xla_amp.lowering.operand import as_dtype, axes, opmath, up
+from xla_amp.lowering.operand import as_dtype, axes, opmath, sums_of_rows, up
 from xla_amp.lowering.registry import register
 
 Dim = int | Sequence[int] | None
@@ -27,9 +27,16 @@ Dim = int | Sequence[int] | None
 
 
 @register("sum", "sum.dim_IntList")
-def sum_(x: jax.Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None, out: Any) -> jax.Array:
+def sum_(
+    x: jax.Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None, out: Any, platform: str
+) -> jax.Array:
     """Sum; of integers and booleans as int64 unless `dtype` says otherwise."""
-    return jnp.sum(as_dtype(x, opmath(out.dtype)), axis=axes(dim, x.ndim), keepdims=keepdim)
+    over = sorted(axes(dim, x.ndim))
+    x = as_dtype(x, opmath(out.dtype))
+    if 0 < len(over) < x.ndim and over == list(range(len(over))):
+        (total,) = sums_of_rows([x], len(over), platform)
+        return total.reshape(out.shape)
+    return jnp.sum(x, axis=tuple(over), keepdims=keepdim)
 
 
 @register("mean", "mean.dim")

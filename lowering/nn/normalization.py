@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_amp.lowering.operand import OneHot, as_dtype, materialize, up, written
+from xla_amp.lowering.operand import OneHot, as_dtype, materialize, sums_of_rows, up, written
 from xla_amp.lowering.registry import register
 
 Gradients = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
@@ -24,6 +24,24 @@ def _statistics(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Arr
     """Mean and biased variance over `axes`, kept as size 1.  Two passes avoid cancellation."""
     mean = jnp.mean(x, axis=axes, keepdims=True)
     return mean, jnp.mean(jnp.square(x - mean), axis=axes, keepdims=True)
+
+
+def _statistics_in_one_pass(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """`_statistics` by merging (count, mean, sum of squared deviations) of parts, without cancellation.
+
+    Source: T. Chan, G. Golub, R. LeVeque: Updating formulae and a pairwise algorithm for computing sample variances
+    (1979).
+    """
+
+    def join(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        (count, mean, squares), (more, mean_of_more, squares_of_more) = left, right
+        total, distance = count + more, mean_of_more - mean
+        share = more / jnp.maximum(total, 1)
+        return total, mean + distance * share, squares + squares_of_more + distance * distance * count * share
+
+    zero = jnp.zeros((), x.dtype)
+    count, mean, squares = lax.reduce((jnp.ones_like(x), x, jnp.zeros_like(x)), (zero,) * 3, join, axes)
+    return jnp.expand_dims(mean, axes), jnp.expand_dims(squares / count, axes)
 
 
 def _affine(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
@@ -44,12 +62,29 @@ def _normalized_gradient(grad: jax.Array, normalized: jax.Array, rstd: jax.Array
 
 @register("native_layer_norm")
 def native_layer_norm(
-    x: jax.Array, normalized_shape: Sequence[int], weight: jax.Array | None, bias: jax.Array | None, eps: float
+    x: jax.Array,
+    normalized_shape: Sequence[int],
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    eps: float,
+    *,
+    platform: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Result, mean and inverse standard deviation.
+
+    On GPU the two that the backward pass reads come from one pass over `x`, which the kernel that makes `x` can do,
+    and are written.  Otherwise each kernel of the backward pass computes them again, and XLA writes
+    ``grad * normalized`` in float32 to sum it.  A program without a backward pass leaves them out.
+    """
     x = up(x)
-    mean, variance = _statistics(x, tuple(range(x.ndim - len(normalized_shape), x.ndim)))
+    inner = tuple(range(x.ndim - len(normalized_shape), x.ndim))
+    mean, variance = _statistics(x, inner)
     rstd = lax.rsqrt(variance + eps)
-    return _affine((x - mean) * rstd, weight, bias), mean, rstd
+    y = _affine((x - mean) * rstd, weight, bias)
+    if platform == "gpu" and x.size:
+        mean, variance = _statistics_in_one_pass(x, inner)
+        mean, rstd = lax.optimization_barrier((mean, lax.rsqrt(variance + eps)))
+    return y, mean, rstd
 
 
 @register("native_layer_norm_backward")
@@ -62,17 +97,21 @@ def native_layer_norm_backward(
     weight: jax.Array | None,
     bias: jax.Array | None,
     output_mask: Sequence[bool],
+    *,
+    platform: str,
 ) -> Gradients:
     split = x.ndim - len(normalized_shape)
-    outer, inner = tuple(range(split)), tuple(range(split, x.ndim))
+    inner = tuple(range(split, x.ndim))
     grad, x = up(grad), up(x)
     shape = x.shape[:split] + (1,) * len(inner)
     rstd = as_dtype(rstd, x.dtype).reshape(shape)
     normalized = (x - as_dtype(mean, x.dtype).reshape(shape)) * rstd
+    terms = [x for x, want in zip((grad * normalized, grad), output_mask[1:], strict=True) if want]
+    sums = iter(sums_of_rows(terms, split, platform))
     return (
         _normalized_gradient(_affine(grad, weight, None), normalized, rstd, inner) if output_mask[0] else None,
-        jnp.sum(grad * normalized, axis=outer) if output_mask[1] else None,
-        jnp.sum(grad, axis=outer) if output_mask[2] else None,
+        next(sums) if output_mask[1] else None,
+        next(sums) if output_mask[2] else None,
     )
 
 
@@ -321,9 +360,31 @@ def softmax(x: jax.Array, dim: int, half_to_float: bool) -> jax.Array:
     return jax.nn.softmax(up(x), axis=dim) if x.ndim else jnp.exp(up(x) - up(x))  # NaN of an infinity
 
 
+_ONE_PASS = 2**14
+"""Elements of a row from which on it does not fit into a kernel of a GPU, which then reads it once for each sum."""
+
+
 @register("_log_softmax")
-def log_softmax(x: jax.Array, dim: int, half_to_float: bool) -> jax.Array:
-    return jax.nn.log_softmax(up(x), axis=dim) if x.ndim else up(x) - up(x)
+def log_softmax(x: jax.Array, dim: int, half_to_float: bool, *, platform: str) -> jax.Array:
+    if x.ndim == 0:
+        return up(x) - up(x)
+    if platform == "gpu" and x.shape[dim] >= _ONE_PASS:
+        return _log_softmax_of_long_rows(up(x), dim % x.ndim)
+    return jax.nn.log_softmax(up(x), axis=dim)
+
+
+def _log_softmax_of_long_rows(x: jax.Array, axis: int) -> jax.Array:
+    """`x` less the logarithm of the sum of exponentials, with maximum and sum from one pass over `x`."""
+
+    def join(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        (a, a_sum), (b, b_sum) = left, right
+        less = jnp.where(a == b, 1, jnp.exp(-jnp.abs(a - b)))
+        return jnp.maximum(a, b), jnp.where(a > b, a_sum + b_sum * less, a_sum * less + b_sum)
+
+    zero = jnp.zeros((), x.dtype)
+    maximum, total = lax.reduce((x, jnp.ones_like(x)), (zero - jnp.inf, zero), join, (axis,))
+    total = jnp.where(maximum == jnp.inf, jnp.nan, total)
+    return x - jnp.expand_dims(maximum, axis) - jnp.expand_dims(jnp.log(total), axis)
 
 
 @register("_safe_softmax")

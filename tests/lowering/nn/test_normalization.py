@@ -82,6 +82,57 @@ def test_variance_does_not_cancel() -> None:
     assert (naive - x.double().var(1, correction=0)).abs().max() > 0.01
 
 
+@together("dtype", [F32, BF16])
+def test_layer_norm_and_its_gradients_on_gpu(dtype: torch.dtype) -> None:
+    """Statistics from one pass, and two sums over 2048 rows in one pass of two stages."""
+    on_gpu: dict[str, Any] = {"platform": "gpu", "wide": True}
+    for x in (sample(2, 1024, 24, dtype=dtype), (300 + 0.5 * sample(2048, 24, dtype=F64)).to(dtype)):
+        weight, bias, shape = sample(24, seed=1), sample(24, seed=2), [24]
+        check("native_layer_norm", x.float(), shape, weight, bias, 1e-5, **on_gpu, rtol=2e-4, atol=2e-4)
+        _, mean, rstd = aten.native_layer_norm(x, shape, weight, bias, 1e-5)
+        assert mean.dtype is F32
+        backward = (sample(*x.shape, dtype=dtype, seed=3), x, shape, mean, rstd, weight, bias)
+        check("native_layer_norm_backward", *backward, [True] * 3, **on_gpu, rtol=1e-2, atol=1e-2)
+
+
+def test_layer_norm_on_gpu_sums_only_what_is_asked_for() -> None:
+    backward = lowering_of("native_layer_norm_backward").function
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 1024, 8)))
+    vector = x.reshape(-1, 8)[:, 0].reshape(2, 1024, 1)
+    whole = backward(x, x, [8], vector, vector, None, None, [True] * 3, platform="cpu")
+    for mask in ([True, False, False], [False, True, False], [False, False, True]):
+        results = backward(x, x, [8], vector, vector, None, None, mask, platform="gpu")
+        assert [result is not None for result in results] == mask
+        for result, expected in zip(results, whole, strict=True):
+            if result is not None:
+                np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_statistics_of_layer_norm_on_gpu_do_not_cancel() -> None:
+    x = (1000 + 0.01 * sample(4, 256, dtype=F64)).to(F32)
+    check("native_layer_norm", x, [256], None, None, 1e-12, platform="gpu", wide=True, rtol=2e-2, atol=2e-2)
+    outlier = sample(8, 4096)
+    outlier[:, 2048] = 1e4  # one feature that is far off in each row
+    check("native_layer_norm", outlier, [4096], None, None, 1e-5, platform="gpu", wide=True, rtol=1e-5, atol=1e-5)
+
+
+def test_log_softmax_of_long_rows_on_gpu_reads_them_once_for_both_sums() -> None:
+    x = sample(6, 20_000) * 30
+    x[1] = -math.inf
+    x[2, 5] = math.inf
+    x[3, 7] = math.nan
+    x[4, :-1] = -math.inf
+    for each in (x, x.to(BF16), x.double()):
+        check("_log_softmax", each, 1, False, platform="gpu", wide=True)
+        check("_log_softmax", each.t().contiguous(), 0, False, platform="gpu", wide=True)
+    function = lowering_of("_log_softmax").function
+    reduced = [
+        str(jax.make_jaxpr(lambda x, n=n: function(x[:, :n], 1, False, platform="gpu"))(jnp.ones((2, 2**14))))
+        for n in (2**14, 512)
+    ]
+    assert [text.count("reduce_max") for text in reduced] == [0, 1]
+
+
 def test_softmax_of_rows_that_are_masked() -> None:
     for dtype in (F32, F64, BF16):
         x = sample(3, 4, dtype=dtype)
