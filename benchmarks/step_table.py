@@ -196,7 +196,7 @@ class Race:
             if not peer.python.exists():
                 record["failed"] = f"no environment {peer.python}"
             elif self.over(START):
-                record["failed"] = late
+                record |= {"failed": late, "late": True}
             else:
                 with_programs = Path(peer.environment.get("XLA_AMP_CACHE", os.devnull)).is_dir()
                 contestant = self.running[name] = self.contestant(name)
@@ -207,7 +207,7 @@ class Race:
                     record |= {"warm" if with_programs else "cold": seconds[0], "start": sum(seconds)}
                     contestant.ask("step")
                 except RuntimeError as error:
-                    record["failed"] = late if self.over(START) else str(error)[:200]
+                    record |= {"failed": late, "late": True} if self.over(START) else {"failed": str(error)[:200]}
                     self.running.pop(name).close()
                 finally:
                     stop.cancel()
@@ -380,6 +380,9 @@ def main() -> None:
             for workload, records in results.items()
         }
         plot(options.name, panels, "ms per step")
+    late = [name for each in options.workloads for name, r in results.get(each, {}).items() if r.get("late")]
+    if late:
+        raise SystemExit(f"not started in time: {', '.join(late)}")
 
 
 if __name__ == "__main__":

@@ -82,21 +82,27 @@ class Training:
         self.device, self.low = xla_device(), low
         self.model = CharacterGPT(WIDTH.value).to(self.device)
         self.optimizer = syncfree.AdamW(self.model.parameters(), lr=1e-3)
+        self.captured = xla_amp.compile(self.train)  # records the first steps, then runs their program
         self.times: list[float] = []
         """Seconds of each step."""
         self.loss = math.nan
         self.ran_low: Counter[str] = Counter()
 
-    def step(self, characters: Tensor) -> None:
-        """One training step on characters (batch, time + 1)."""
-        started = time.perf_counter()
-        batch = characters.to(self.device)
+    def train(self, batch: Tensor) -> Tensor:
+        """One training step on characters (batch, time + 1); its loss."""
         self.optimizer.zero_grad()
-        explained = explain() if self.low and not self.times else contextlib.nullcontext()
-        with explained as report, autocast(self.device, dtype=torch.bfloat16, enabled=self.low):
+        with autocast(self.device, dtype=torch.bfloat16, enabled=self.low):
             loss = F.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         self.optimizer.step()
+        return loss
+
+    def step(self, characters: Tensor) -> None:
+        """The same, timed."""
+        started = time.perf_counter()
+        explained = explain() if self.low and not self.times else contextlib.nullcontext()
+        with explained as report:
+            loss = self.captured(characters.to(self.device))
         self.loss = loss.item()  # the only read: the step is one program
         self.times.append(time.perf_counter() - started)
         if report is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ WARM_UP = 5  # steps before timing starts: the first ones compile
 NO_LABEL = -1  # pads the last batch of an evaluation, so that all batches have one shape
 
 Batch = tuple[Tensor, Tensor]
+Step = Callable[[Tensor, Tensor], Tensor]
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -247,7 +248,24 @@ class Run:
         self.epochs = state["epochs"]
 
 
-def train_epoch(run: Run, batches: Iterable[Batch], amp: autocast, log: common.Log) -> tuple[float, float | None]:
+def make_step(run: Run, amp: autocast) -> Step:
+    """A training step of images and labels that returns its loss, captured: recorded at first, then replayed."""
+    model, optimizer, scaler = run.model, run.optimizer, run.scaler
+
+    @xla_amp.compile
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with amp:
+            loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    return step
+
+
+def train_epoch(run: Run, step: Step, batches: Iterable[Batch], log: common.Log) -> tuple[float, float | None]:
     """One pass; returns the mean loss and the seconds per step."""
     run.model.train()
     losses: list[Tensor] = []
@@ -257,15 +275,10 @@ def train_epoch(run: Run, batches: Iterable[Batch], amp: autocast, log: common.L
         if len(losses) == WARM_UP:
             xla_amp.sync(wait=True)
             began, steps = time.perf_counter(), 0
-        run.optimizer.zero_grad()
-        with amp:
-            loss = F.cross_entropy(run.model(images), labels, label_smoothing=0.1)
-        run.scaler.scale(loss).backward()
-        run.scaler.step(run.optimizer)
-        run.scaler.update()
+        loss = step(images, labels)
         lr = run.schedule.get_last_lr()[0]
         run.schedule.step()
-        losses.append(loss.detach())
+        losses.append(loss)
         steps += 1
         if run.schedule.last_epoch % LOG_STEPS.value == 0:
             log.add(run.schedule.last_epoch, {"loss": loss, "lr": lr, "loss_scale": run.scaler.get_scale()}, bar)
@@ -326,11 +339,12 @@ def main(argv: list[str]) -> None:
     if CHECKPOINT.value is not None and Path(CHECKPOINT.value).exists():
         run.load(CHECKPOINT.value)
     results: dict[str, Any] = {"precision": PRECISION.value, "losses": []}
+    step = make_step(run, amp)
     log = common.Log(LOG_DIR.value)
     while run.epochs < (STOP_AFTER.value or EPOCHS.value):
         if order is not None:
             order.epoch = run.epochs
-        loss, seconds = train_epoch(run, batches, amp, log)
+        loss, seconds = train_epoch(run, step, batches, log)
         results["losses"].append(loss)
         results["images_per_second"] = batch / seconds if seconds else None
         if order is not None:

@@ -17,7 +17,7 @@ import gzip
 import struct
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ MNIST_FILES = (
 )
 
 Batches = Iterable[tuple[Tensor, Tensor]]
+Step = Callable[[Tensor, Tensor], Tensor]
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -173,15 +174,28 @@ class Meter:
         return total / self.steps if self.steps else None
 
 
+def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler, amp: autocast) -> Step:
+    """A training step of images and labels that returns its loss.
+
+    Captured where the whole step is on the device: the first calls are recorded, the others run their program.
+    """
+
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with amp:
+            loss = nn.functional.cross_entropy(model(images), labels)
+        scaler.scale(loss).backward()
+        xm.reduce_gradients(optimizer)  # over all processes; nothing to do for one
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    on_the_device = DEVICE.value == "xla" and SYNCFREE.value and xm.xrt_world_size() == 1
+    return xla_amp.compile(step) if on_the_device else step
+
+
 def train_epoch(
-    model: nn.Module,
-    batches: Batches,
-    optimizer: torch.optim.Optimizer,
-    schedule: LRScheduler,
-    scaler: GradScaler,
-    amp: autocast,
-    mesh: Mesh | None,
-    bar: tqdm[Any],
+    model: nn.Module, step: Step, batches: Batches, schedule: LRScheduler, mesh: Mesh | None, bar: tqdm[Any]
 ) -> float:
     """One pass over `batches`; returns the mean loss, the only value that is read from the device."""
     model.train()
@@ -190,16 +204,9 @@ def train_epoch(
         if mesh is not None:
             for tensor in (images, labels):
                 xla_amp.mark_sharding(tensor, mesh, ("data",))
-        optimizer.zero_grad()
-        with amp:
-            loss = nn.functional.cross_entropy(model(images), labels)
-        scaler.scale(loss).backward()
-        xm.reduce_gradients(optimizer)  # over all processes; nothing to do for one
-        scaler.step(optimizer)
-        scaler.update()
+        losses.append(step(images, labels))
         schedule.step()
         bar.update()
-        losses.append(loss.detach())
     return torch.stack(losses).mean().item()
 
 
@@ -221,12 +228,12 @@ def float32_step(device: torch.device, train_set: TensorDataset, sync_free: bool
     optimizer = make_optimizer(model, OPTIMIZER.value, LR.value, sync_free)
     schedule = CosineAnnealingLR(optimizer, T_max=1000)
     scaler, off = GradScaler(device.type, enabled=False), autocast(device, enabled=False)
-    meter = Meter()
+    step, meter = make_step(model, optimizer, scaler, off), Meter()
     with tqdm(disable=True) as bar:
         for _ in range(3):
             loader = DataLoader(train_set, BATCH_SIZE.value, shuffle=True, drop_last=True)
             batches = meter.watch(DeviceLoader(loader, device))
-            train_epoch(model, batches, optimizer, schedule, scaler, off, None, bar)
+            train_epoch(model, step, batches, schedule, None, bar)
     return meter.per_step("seconds")
 
 
@@ -305,7 +312,7 @@ def train() -> None:
     scaler = GradScaler(device.type, enabled=PRECISION.value == "fp16")  # bfloat16 has the range of float32
 
     mesh = xla_amp.make_mesh() if SPMD.value else None
-    meter = Meter()
+    step, meter = make_step(model, optimizer, scaler, amp), Meter()
     losses, accuracies = [], []
     is_first = xm.is_master_ordinal()
     log = common.Log(LOG_DIR.value if is_first else None)
@@ -316,7 +323,7 @@ def train() -> None:
             bar.set_description(f"epoch {epoch}/{EPOCHS.value}" + (", which compiles" if epoch == 1 else ""))
             batches = meter.watch(DeviceLoader(train_loader, device))
             lr = schedule.get_last_lr()[0]
-            losses.append(train_epoch(model, batches, optimizer, schedule, scaler, amp, mesh, bar))
+            losses.append(train_epoch(model, step, batches, schedule, mesh, bar))
             accuracies.append(evaluate(model, DeviceLoader(test_loader, device), amp))
             shown = {"loss": losses[-1], "accuracy": accuracies[-1], "lr": lr, "loss_scale": scaler.get_scale()}
             log.add(epoch, shown, bar)

@@ -101,10 +101,10 @@ def svg() -> str:
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 TUTORIAL_STEPS = {
-    "float32": "float32_step",
-    "bfloat16": "bfloat16_step",
-    "float16 with a scaler": "float16_step",
+    "float32, recorded": "float32_step",
+    "bfloat16, recorded": "bfloat16_step",
     "bfloat16, captured": "captured_step",
+    "float16 with a scaler, recorded": "float16_step",
 }
 """Row of the table -> function of the page."""
 
