@@ -13,10 +13,13 @@ MARKS = {"example": "examples/demo.py", "tests": "-m pytest"}
 
 
 def command(name: str, text: str | None = None) -> str:
-    """The only line of README's code blocks that creates an environment and contains the mark of `name`."""
+    """The only command of README that creates an environment and contains the mark of `name`, on one line."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", README.read_text() if text is None else text, re.DOTALL | re.MULTILINE)
     lines: list[str] = [
-        line for block in blocks for line in block.splitlines() if "-m venv" in line and MARKS[name] in line
+        line
+        for block in blocks
+        for line in re.sub(r"&&\n\s*", "&& ", block).splitlines()
+        if "-m venv" in line and MARKS[name] in line
     ]
     if len(lines) != 1:
         raise ValueError(f"looking for README's {name} command: expected one line, got {len(lines)}")

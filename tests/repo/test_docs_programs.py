@@ -222,6 +222,14 @@ def test_a_whole_program_runs_as_printed(program):
     assert ("print(" in program) == bool(done.stdout)
 
 
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{page}.md" for page in SETUPS)])
+def test_a_line_that_a_reader_copies_fits_beside_the_navigation(page):
+    copied = re.findall(
+        r"^```(?:python|bash|sh|toml|diff)[^\n]*\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.M
+    )
+    assert [line for block in copied for line in block.splitlines() if len(line) > 88] == []
+
+
 def test_every_page_with_python_is_run():
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"../lowering/README"}
     assert {page for page in pages if blocks(page)} == set(SETUPS)
