@@ -134,7 +134,7 @@ class Row:
 
 def measure(compilers: targets.Compilers, model: str, target: str, variant: str, options: argparse.Namespace) -> Row:
     """Compile one variant; the lazy device's with the engine's compile options."""
-    ours = pjrt.for_platform(targets.platform_of(target)) if variant.startswith("lazy") else None
+    ours = pjrt.compiler_options(targets.platform_of(target)) if variant.startswith("lazy") else None
     compiled = compilers.compile(VARIANTS[variant](MODELS[model](options), target), target, ours)
     # XLA subtracts one second for each operation without an estimate; a step takes far less than one second.
     unjudged = -math.floor(compiled.seconds or 0)
