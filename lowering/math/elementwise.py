@@ -51,6 +51,12 @@ def _digamma(x: jax.Array) -> jax.Array:
     return jnp.where(x == 0, jnp.copysign(np.asarray(np.inf, x.dtype), -x), special.digamma(x))
 
 
+def _sinc(x: jax.Array) -> jax.Array:
+    """1 at 0 is a constant, not the ``0 * x + 1`` of `jnp.sinc`; torch's gradient is an operation of its own."""
+    angle = jnp.pi * jnp.where(x == 0, 1, x)
+    return jnp.where(x == 0, 1, jnp.sin(angle) / angle)
+
+
 def _sign(x: jax.Array) -> jax.Array:
     if x.dtype.kind == "c":
         return jnp.sign(x)
@@ -84,7 +90,7 @@ FLOAT: dict[str, Unary] = {
     "rsqrt": lax.rsqrt,
     "sigmoid": jax.nn.sigmoid,
     "sin": jnp.sin,
-    "sinc": jnp.sinc,
+    "sinc": _sinc,
     "sinh": jnp.sinh,
     "special_entr": special.entr,
     "special_erfcx": _erfcx,

@@ -78,9 +78,10 @@ def gelu(x: Any, *, approximate: str = "none") -> Any:
 @_define("gelu_backward", 2)
 def gelu_backward(grad: Any, x: Any, *, approximate: str = "none") -> Any:
     if approximate == "tanh":
-        inner = jnp.tanh(_SQRT_2_OVER_PI * (x + _TANH_CUBIC * x * x * x))
-        slope = (1 - inner * inner) * _SQRT_2_OVER_PI * (1 + 3 * _TANH_CUBIC * x * x)
-        return grad * 0.5 * (1 + inner + x * slope)
+        # 1 + tanh(u) = 2 sigmoid(2u), 1 - tanh(u) ** 2 = 4 sigmoid(2u) sigmoid(-2u): no digits are lost at the ends
+        twice = 2 * _SQRT_2_OVER_PI * (x + _TANH_CUBIC * x * x * x)
+        slope = 2 * _SQRT_2_OVER_PI * (1 + 3 * _TANH_CUBIC * x * x)
+        return grad * jax.nn.sigmoid(twice) * (1 + x * slope * jax.nn.sigmoid(-twice))
     density = jnp.exp(-0.5 * x * x) * (0.5 * _SQRT_2_OVER_PI)
     return grad * (0.5 * (1 + lax.erf(x * _SQRT_HALF)) + x * density)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
-from harness import check_rows, compare, lowering_of, row, run, sample
+from harness import check, check_rows, compare, lowering_of, row, run, sample
 
 KINKS = torch.tensor(
     [-5.0, -4.0, -3.0, -2.0, -1.0, -0.5, -0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 40.0, -40.0, math.inf, math.nan]
@@ -151,6 +151,11 @@ COMPARED: dict[str, tuple[Any, ...]] = {
     "threshold_backward": (8, 1.0),
 }
 """Gradient -> features of the saved value, and further arguments."""
+
+
+def test_the_gradient_of_gelu_keeps_its_digits_where_tanh_is_near_one() -> None:
+    x = torch.linspace(-9, 9, 2001)
+    check("gelu_backward", torch.ones_like(x), x, approximate="tanh", wide=True, rtol=5e-7, atol=5e-7)
 
 
 @pytest.mark.parametrize("name", SAVED)
