@@ -332,6 +332,44 @@ def test_a_bound_stays_below_1(name, low):
         np.testing.assert_allclose(one, other, rtol=0.05, atol=0.05 * float(jnp.abs(other).max()))
 
 
+LOGARITHMS = {
+    "1 - p": lambda z: jnp.log(1 - jax.nn.sigmoid(z) + 1e-7),
+    "clipped": lambda z: jnp.log1p(-jnp.clip(jax.nn.sigmoid(z), 1e-6, 1 - 1e-6)),
+    "odds": lambda z: jnp.log1p(jax.nn.sigmoid(z) / (1 - jax.nn.sigmoid(z) + 1e-6)),
+    "squeezed": lambda z: jax.scipy.special.logit(jax.nn.sigmoid(z) * (1 - 2e-6) + 1e-6),
+    "tanh": lambda z: jnp.log(1 - jnp.tanh(z) ** 2 + 1e-6),
+    "focal": lambda z: (1 - jax.nn.sigmoid(z)) ** 2 * jnp.log(1 - jax.nn.sigmoid(z) + 1e-8),
+}
+
+
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", LOGARITHMS)
+def test_a_logarithm_reads_how_near_a_sigmoid_is_to_1(name, low):
+    def loss(x, w, product):
+        return jnp.mean(LOGARITHMS[name](product(x, w, low)))
+
+    x, w = array(16, 8), 3 * array(8, 8, seed=1) / 2
+    for function in (
+        jax.value_and_grad(autocast(lambda w: loss(x, w, product), dtype=low)),
+        autocast(jax.value_and_grad(lambda w: loss(x, w, product)), dtype=low),
+    ):
+        for one, other in zip(function(w), jax.value_and_grad(lambda w: loss(x, w, by_hand))(w), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0.02, atol=0.02 * float(jnp.abs(other).max()))
+
+
+def test_a_sigmoid_that_no_logarithm_reads_is_low():
+    def gated(x, w):
+        h = x @ w
+        gate = jax.nn.sigmoid(h)
+        h = gate * jnp.tanh(h) + (1 - gate) * jax.nn.silu(h)
+        h = (h - jnp.mean(h)) / jnp.sqrt(jnp.var(h) + 1e-5)
+        return jax.nn.log_softmax(h @ w)
+
+    text = str(jax.make_jaxpr(autocast(gated, dtype="bfloat16"))(array(4, 8), array(8, 8)))
+    assert "f32[4,8] = tanh" not in text
+    assert "f32[4,8] = logistic" not in text
+
+
 def test_other_bounds_and_masks_follow_the_product():
     def functions(x, w):
         h = x @ w

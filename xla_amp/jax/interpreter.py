@@ -40,7 +40,13 @@ from xla_amp.jax.decisions import (
     where,
 )
 from xla_amp.jax.higher_order import composites, float32_regions
-from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_additions, residual_outputs
+from xla_amp.jax.jaxpr_analysis import (
+    follows_gradients,
+    gradient_outputs,
+    near_one,
+    residual_additions,
+    residual_outputs,
+)
 from xla_amp.jax.primitives import PrimitiveInfo, info, name_of
 from xla_amp.jax.value_info import CastCache, Facts, Value, arrays_of, cast, inside, outside, sum_of
 from xla_amp.policy import Decision, effects, op_catalog
@@ -99,6 +105,7 @@ class Interpreter:
         gradients = gradient_outputs(jaxpr, self.backward, f32_outputs)
         wide = gradients | exact_values(jaxpr, f32_outputs)
         optimizer = follows_gradients(jaxpr, self.settings.after_gradients)
+        near = frozenset[int]() if self.settings.as_written else near_one(jaxpr)
         self.residuals = residual_outputs(jaxpr)
         as_written = bool(self.settings.as_written)
         if self.settings.residual == "low" and not as_written:
@@ -134,6 +141,8 @@ class Interpreter:
             eqn = jaxpr.eqns[index]
             flags = [var in wide for var in eqn.outvars]
             operands = [_read(environment, atom) for atom in eqn.invars]
+            if index in near:
+                operands = [Value(self.casts.cast(value, F32), value.facts) for value in operands]
             with compat.equation_context(eqn):
                 outs = self.process(eqn, operands, f32_outputs=flags, after_gradients=index in optimizer)
             environment.update(zip(eqn.outvars, outs, strict=True))

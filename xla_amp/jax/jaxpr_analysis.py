@@ -123,6 +123,41 @@ def follows_gradients(jaxpr: Any, after: bool) -> frozenset[int]:
     return frozenset(numbers)
 
 
+@per_jaxpr
+def near_one(jaxpr: Any) -> frozenset[int]:
+    """Numbers of equations whose results are near 1, where a logarithm, a root or a divisor reads how near.
+
+    In a low dtype ``1 - sigmoid(z)`` has lost all digits, or is 0.
+    """
+    numbers: set[int] = set()
+    read: set[Any] = set()
+    for index in reversed(range(len(jaxpr.eqns))):
+        eqn = jaxpr.eqns[index]
+        kinds, variables = _near_one(eqn), _variables(eqn)
+        if not read.isdisjoint(eqn.outvars) and "ends" not in kinds:
+            if "made" in kinds:
+                numbers.add(index)
+            else:
+                read.update(variables)
+        if "read" in kinds:
+            read.update(variables)
+        elif kinds == {"divided"}:
+            read.update(compat.variables(eqn.invars[1:]))
+    return frozenset(numbers)
+
+
+def _near_one(eqn: Any) -> frozenset[str]:
+    row = info(eqn.primitive.name)
+    if row.kind in ("call", "checkpoint", "custom_jvp"):
+        return frozenset[str]().union(*map(_near_one_inside, compat.sub_jaxprs(eqn.params)))
+    return frozenset({row.near_one if row.kind in (None, "clear", "data_movement", "conversion") else "ends"})
+
+
+@per_jaxpr
+def _near_one_inside(jaxpr: Any) -> frozenset[str]:
+    return frozenset[str]().union(*map(_near_one, jaxpr.eqns))
+
+
 def _variables(eqn: Any) -> set[Any]:
     return set(compat.variables(eqn.invars))
 

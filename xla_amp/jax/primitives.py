@@ -78,6 +78,9 @@ class PrimitiveInfo(NamedTuple):
     """The parameter that holds, for each axis of its result, the axis of its operand."""
     axis_places: str = ""
     """The parameter that holds, for each axis of its operand, the axis of its result."""
+    near_one: Literal["", "made", "read", "divided", "ends"] = ""
+    """Whether its result is near 1 or -1 for many operands, whether it reads how far its operand or divisor is from
+    there, or whether its result does not depend on that."""
     square: str = ""
     """The primitive that it is for a value and itself."""
 
@@ -206,6 +209,14 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
         "digamma", "erf_inv", "igamma", "igammac", "lgamma", "polygamma", "zeta",
         cheap=False,
     )
+    | _row(None, "its result may be near 1 or -1", "cos", "erf", "logistic", "sin", "tanh", near_one="made")
+    | _row(
+        None, "it reads how far its operand is from 0 or 1",
+        "acos", "acosh", "asin", "atanh", "log", "log1p", "rsqrt", "sqrt",
+        near_one="read",
+    )
+    | _row(None, "it reads how far its divisor is from 0", "div", near_one="divided")
+    | _row(None, "it depends little on how far its operand is from 1", "exp", "exp2", "reduce_sum", near_one="ends")
     | _row(None, "it moves what it gets", "device_put", "expand_dims", plumbing=True)
     | _row(None, "it moves what it gets", "stop_gradient", cheap=True, plumbing=True)
     | _row(None, "its result may have another dtype", "mul", dtype_parameter="out_dtype", square="square")
