@@ -12,6 +12,8 @@ from flax_models import initial, loss_of, optimizer_of, step_of
 from peer import Trainer, jax_kernels, jax_peak, program_bytes
 from workloads import Workload
 
+import xla_amp.jax  # before the first `jit`: inside of a traced function it compiles everything twice
+
 Update = Callable[..., tuple[Any, Any, Any, Any]]
 
 
@@ -52,8 +54,6 @@ def _mpx(loss: Any, params: Any, rest: Any, x: Any, y: Any) -> Any:
 
 
 def _autocast(loss: Any, params: Any, rest: Any, x: Any, y: Any) -> Any:
-    import xla_amp.jax
-
     return jax.value_and_grad(xla_amp.jax.autocast(loss), has_aux=True)(params, rest, x, y)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -199,6 +200,34 @@ def test_a_bad_step_without_its_arguments_does_not_end_the_run(tmp_path, recwarn
     assert "it could not be kept: ValueError: monitor.record(statistics, *arguments) was given no" in str(
         recwarn[0].message
     )
+
+
+class _Numbers:
+    """A device's array that notes whether it may be copied to the host."""
+
+    def __init__(self, count: int) -> None:
+        self.allowed: list[object] = []
+        self._values = np.zeros(count, np.float32)
+
+    def copy_to_host_async(self) -> None:
+        self.allowed.append(jax.config.jax_transfer_guard_device_to_host)
+
+    def is_ready(self) -> bool:
+        return True
+
+    def __array__(self, *_: object) -> np.ndarray:
+        self.copy_to_host_async()
+        return self._values
+
+
+def test_the_monitors_own_copy_is_allowed_where_the_program_forbids_copies():
+    made, recorder = statistics({"w": X}), monitor()
+    numbers = _Numbers(len(made.names))
+    found = dataclasses.replace(made, numbers=numbers)
+    with jax.transfer_guard("disallow"):
+        recorder.record(found)
+        recorder.read()
+    assert numbers.allowed == ["allow", "allow"]
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,21 @@ def test_objects_of_nnx_keep_their_state():
     assert float(model.count[...]) == 0
 
 
+def test_an_inf_that_becomes_finite_is_followed_to_where_it_does():
+    report = find_overflow(
+        autocast(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), dtype="float16"), jnp.full((8, 8), 1e5), jnp.ones((4, 8))
+    )
+    assert (report.first.place.operation, report.became_finite.operation) == ("dot_general", "tanh")
+    assert "the results are finite: the inf became finite in tanh" in str(report)
+
+
+def test_operands_have_their_sign():
+    report = find_overflow(lambda x: jnp.sqrt(x).sum(), jnp.array([-0.75, 0.5, 0.0]))
+    operand = report.first.inputs[0]
+    assert (operand.least, operand.greatest, operand.smallest, operand.largest) == (-0.75, 0.5, 0.5, 0.75)
+    assert "-0.75 to 0.5, magnitudes 0.5 to 0.75" in str(report)
+
+
 def test_a_mutable_array_is_looked_into():
     def step(x):
         cell = jax.new_ref(x * 2)

@@ -50,12 +50,13 @@ def wanted(stream: TextIO | None) -> bool:
 
 
 @contextlib.contextmanager
-def shown(title: str, *, lines: bool = False) -> Iterator[None]:
+def shown(title: str, *, lines: bool = False, first: float | None = None) -> Iterator[None]:
     """Shows what is told while the body runs.
 
     Args:
         title: opens each line.
         lines: whether to print lines, too, where standard error is no terminal.
+        first: seconds before the first line; None is `EVERY`.
     """
     stream = sys.stderr
     bar = _bar() if wanted(stream) and stream.isatty() else None
@@ -63,7 +64,11 @@ def shown(title: str, *, lines: bool = False) -> Iterator[None]:
         yield
         return
     state, done = _State(title, time.monotonic()), threading.Event()
-    run = (_show_bar, (bar, state, done)) if bar is not None else (_show_lines, (stream, state, done))
+    run = (
+        (_show_bar, (bar, state, done))
+        if bar is not None
+        else (_show_lines, (stream, state, done, EVERY if first is None else min(first, EVERY)))
+    )
     thread = threading.Thread(target=run[0], args=run[1], daemon=True, name="xla_amp progress")
     thread.start()
     token = _shown.set(state)
@@ -75,8 +80,10 @@ def shown(title: str, *, lines: bool = False) -> Iterator[None]:
         thread.join()  # the bar leaves the terminal before a report is printed
 
 
-def _show_lines(stream: TextIO, state: _State, done: threading.Event) -> None:
-    while not done.wait(EVERY):
+def _show_lines(stream: TextIO, state: _State, done: threading.Event, first: float) -> None:
+    wait = first
+    while not done.wait(wait):
+        wait = EVERY
         share = f", {state.done} of {state.total}" if state.total else ""
         seconds = time.monotonic() - state.begin
         print(f"{state.title}: {state.what}{share} ({seconds:.0f} s)", file=stream, flush=True)

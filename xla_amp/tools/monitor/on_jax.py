@@ -84,7 +84,8 @@ class _Waiting:
         return bool(self.statistics.numbers.is_ready())  # type: ignore[attr-defined]  # JAX's stubs lack it
 
     def record(self) -> StepRecord:
-        numbers = np.asarray(self.statistics.numbers).tolist()
+        with jax.transfer_guard_device_to_host("allow"):  # the monitor's own copy, whatever the program forbids itself
+            numbers = np.asarray(self.statistics.numbers).tolist()
         return StepRecord.of(self.step, dict(zip(self.statistics.names, numbers, strict=True)))
 
 
@@ -137,7 +138,8 @@ class Monitor(HostMonitor):
             )
         if "skipped" not in statistics.names and self._guarded:
             self._says_unguarded("Call xla_amp.jax.statistics(..., skipped=~finite) where the step takes the old state")
-        statistics.numbers.copy_to_host_async()
+        with jax.transfer_guard_device_to_host("allow"):
+            statistics.numbers.copy_to_host_async()
         self._waiting.append(_Waiting(self._next_step, statistics, arguments if self._keeps else ()))
         self._next_step += 1
         self._collect(wait=self._keeps)

@@ -179,13 +179,21 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 @torch.no_grad()
 def _statistics(tensor: torch.Tensor) -> torch.Tensor:
-    """float64 (4): smallest nonzero magnitude (inf: none), largest finite one, number of inf, number of NaN."""
+    """float64 (6): magnitudes, values, counts.
+
+    Smallest nonzero magnitude (inf: none) and largest one of the finite values; their least and greatest value (0 for
+    complex ones); number of inf, number of NaN.
+    """
     size = tensor.detach().abs().reshape(-1)
+    signed = torch.zeros_like(size) if tensor.is_complex() else tensor.detach().reshape(-1)
     finite = torch.isfinite(size)
+    limit = torch.full_like(size, float("inf"))
     return torch.stack(
         [
-            torch.where(finite & (size > 0), size, torch.full_like(size, float("inf"))).amin(0).double(),
+            torch.where(finite & (size > 0), size, limit).amin(0).double(),
             torch.where(finite, size, torch.zeros_like(size)).amax(0).double(),
+            torch.where(finite, signed, limit).amin(0).double(),
+            torch.where(finite, signed, -limit).amax(0).double(),
             torch.isinf(size).sum().double(),
             torch.isnan(size).sum().double(),
         ]
@@ -193,14 +201,17 @@ def _statistics(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _operand(
-    name: str, dtype: str, shape: tuple[int, ...], smallest: float, largest: float, infinities: float, nans: float
-) -> ProducerOperand:
+    name: str, dtype: str, shape: tuple[int, ...], smallest: float, largest: float, least: float, greatest: float,
+    infinities: float, nans: float,
+) -> ProducerOperand:  # fmt: skip
     return ProducerOperand(
         name=name,
         dtype=dtype,
         shape=shape,
         smallest=0.0 if smallest == float("inf") else smallest,
         largest=largest,
+        least=least if math.isfinite(least) else 0.0,
+        greatest=greatest if math.isfinite(greatest) else 0.0,
         infinities=int(infinities),
         nans=int(nans),
     )

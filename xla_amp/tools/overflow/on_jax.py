@@ -7,6 +7,7 @@ loops, branches, custom derivatives and sharded functions equation by equation, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -15,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.common import events
+from xla_amp.common import events, progress
 from xla_amp.common.events import Place
 from xla_amp.errors import StepError
 from xla_amp.jax import compat, modules, rebind
+from xla_amp.jax.contraction_primitives import original_call
 from xla_amp.jax.primitives import info
 from xla_amp.tools.monitor import on_jax as kept_step
 from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer, ProducerOperand, produced
@@ -75,6 +77,7 @@ def find_overflow(
     arguments = _nonfinite_paths((args, kwargs), "args")
     watch = _Watch()
     with (
+        progress.shown("find_overflow", lines=True, first=3),
         modules.functionalized(function, args, kwargs) as lifted,
         compat.retraced(),
         modules.named(),
@@ -141,6 +144,9 @@ class _Watch:
         self.operations = 0
         self._producers: list[Producer] = []
         self._passed_on: Producer | None = None
+        self._became_finite: Place | None = None
+        self._copies: dict[int, Any] = {}
+        """Number of a producer that is a low copy -> its result."""
         self._loops: list[str] = []
         self._inside: dict[str, None] = {}
         """What is not watched."""
@@ -159,7 +165,13 @@ class _Watch:
     def look(self, primitive: Any, operands: Sequence[Any], results: Sequence[Any]) -> None:
         """Looks at one operation that has run."""
         self.operations += 1
+        progress.tell(f"{self.operations:,} operations, now {primitive.name}")
+        self._name_copies(primitive, operands)
         made, bad = next(((kind, each) for each in results if (kind := _made(self._parts(each)))), ("", ()))
+        if not made and self._producers and self._became_finite is None:
+            reads_one = any(_made(self._parts(each)) for each in operands)
+            if reads_one and any(self._parts(each) for each in results):
+                self._became_finite = self._place(primitive)
         if not made or len(self._producers) >= MOST:
             return
         read = [(f"operand {index}", value, self._parts(value)) for index, value in enumerate(operands)]
@@ -178,9 +190,20 @@ class _Watch:
             element=tuple(map(int, np.argwhere(~np.isfinite(first))[0])) if whole else None,
         )
         if finds:
+            if primitive.name == "low_copy":
+                self._copies[len(self._producers)] = results[0]
             self._producers.append(producer)
         else:
             self._passed_on = producer
+
+    def _name_copies(self, primitive: Any, operands: Sequence[Any]) -> None:
+        """Names a low copy that is not finite by the user's operation that reads it first."""
+        for number, copy in [*self._copies.items()]:
+            if any(each is copy for each in operands):
+                producer = self._producers[number]
+                named = dataclasses.replace(producer.place, operation=_operation(primitive))
+                self._producers[number] = dataclasses.replace(producer, place=named)
+                del self._copies[number]
 
     def report(self, arguments: tuple[str, ...], results: tuple[str, ...]) -> OverflowReport:
         """What was found; `arguments` and `results` are the names of those that are not finite."""
@@ -191,6 +214,7 @@ class _Watch:
             results=results,
             operations=self.operations,
             not_watched=tuple(self._inside),
+            became_finite=self._became_finite,
         )
 
     def evaluate(self, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
@@ -246,12 +270,17 @@ class _Watch:
 
     def _place(self, primitive: Any) -> Place:
         return Place(
-            operation=primitive.name,
+            operation=_operation(primitive),
             phase=compat.phase(),
             module=".".join(name for name in compat.scopes(None) if name != compat.REMATTED),
             location=self._location(),
             iteration=", ".join(self._loops),
         )
+
+
+def _operation(primitive: Any) -> str:
+    """The name of a primitive as the user wrote it: a low product is a product."""
+    return str(original_call(primitive, (), {"masters": ()})[0].name)
 
 
 def _made(parts: Sequence[np.ndarray[Any, Any]]) -> str:
@@ -267,12 +296,16 @@ def _operand(name: str, shape: tuple[int, ...], parts: Sequence[np.ndarray[Any, 
     size = np.concatenate([np.abs(part.astype(wide)).reshape(-1) for part in parts])
     finite = size[np.isfinite(size)]
     nonzero = finite[finite > 0]
+    values = np.zeros(1) if dtype.kind == "c" else np.concatenate([part.astype(wide).reshape(-1) for part in parts])
+    values = values[np.isfinite(values)]
     return ProducerOperand(
         name=name,
         dtype=str(dtype),
         shape=shape,
         smallest=float(nonzero.min()) if nonzero.size else 0.0,
         largest=float(finite.max()) if finite.size else 0.0,
+        least=float(values.min()) if values.size else 0.0,
+        greatest=float(values.max()) if values.size else 0.0,
         infinities=int(np.isinf(size).sum()),
         nans=int(np.isnan(size).sum()),
     )

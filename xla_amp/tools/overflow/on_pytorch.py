@@ -74,7 +74,11 @@ def find_overflow(
         with restored(found):
             batch = kept_step.restore(kept, found)
             return find_overflow(step, *(args or batch), objects=objects, **kwargs)
-    with progress.shown("find_overflow", lines=True), compiling.for_few_runs(), contextlib.ExitStack() as stack:
+    with (
+        progress.shown("find_overflow", lines=True, first=3),
+        compiling.for_few_runs(),
+        contextlib.ExitStack() as stack,
+    ):
         stack.callback(module_paths.release, module_paths.acquire())
         return _find(functools.partial(step, *args, **kwargs), found)
 

@@ -29,12 +29,17 @@ class ProducerOperand:
     """Largest magnitude of its finite values."""
     infinities: int
     nans: int
+    least: float = 0.0
+    """Least of its finite values, with its sign; 0 for complex numbers."""
+    greatest: float = 0.0
+    """Greatest of its finite values, with its sign; 0 for complex numbers."""
 
     def __str__(self) -> str:
         extra = f", {self.infinities:,} inf" if self.infinities else ""
         extra += f", {self.nans:,} NaN" if self.nans else ""
         sizes = f"{self.smallest:.3g} to {self.largest:.3g}" if self.largest else "all zero"
-        return f"{self.dtype} {units.shape(self.shape)}, magnitudes {sizes}{extra}"
+        signed = f" {self.least:.3g} to {self.greatest:.3g}," if self.least < 0 else ""
+        return f"{self.dtype} {units.shape(self.shape)},{signed} magnitudes {sizes}{extra}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +109,8 @@ class OverflowReport(Report):
     """Results that are not finite."""
     not_watched: tuple[str, ...] = ()
     """What only the results of were seen, or nothing; empty if every operation was seen."""
+    became_finite: Place | None = None
+    """In JAX: the first operation that read an inf or NaN and had a finite result, such as ``tanh``."""
     scale: float | None = None
     """The loss scale; None without a scaler."""
 
@@ -149,7 +156,11 @@ class OverflowReport(Report):
                 answer = f"{len(names)}: {', '.join(names[:6])}{more}"
                 found.append(Section(f"Which {what} are not finite?", answer, "risk"))
         if self.producers and not (found or self.not_watched):
-            answer = "the results are finite: the program did not use what is named above"
+            answer = f"the results are finite: the {self.producers[0].made} did not reach them"
+            if self.became_finite is not None:
+                place = self.became_finite
+                answer = f"the results are finite: the {self.producers[0].made} became finite in {place.operation}"
+                answer += f", {place.location}" if place.location else ""
             found.append(Section("Which results are not finite?", answer, "low"))
         if self.not_watched:
             items = [(f"not watched: {each}", "") for each in self.not_watched]
