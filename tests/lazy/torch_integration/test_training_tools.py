@@ -150,3 +150,51 @@ def test_clipping_does_not_wait(device: torch.device) -> None:
     with counted() as counts, pytest.raises(RuntimeError, match="non-finite"):
         clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=True)
     assert counts.host_syncs == 1  # this form asks
+
+
+# ---- torch.jit.trace, as TensorBoard and ONNX's first exporter call it -----------------------------------------------
+
+TRACED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "a convolution": (lambda: nn.Conv1d(3, 4, 3, padding=1), (2, 3, 8)),
+    "a convolution of an image without a batch": (lambda: nn.Conv2d(4, 4, 3, groups=2, bias=False), (4, 6, 6)),
+    "a transposed convolution": (lambda: nn.ConvTranspose2d(3, 4, 3, stride=2, output_padding=1), (1, 3, 5, 5)),
+    "a recurrent layer": (lambda: First(nn.GRU(8, 4)), (3, 2, 8)),
+    "an encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 8, 0.0), (3, 2, 8)),
+    "a network": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, 2)),
+        (2, 3, 5, 5),
+    ),
+}
+
+
+class First(nn.Module):
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.of(x)[0]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of tracing
+@pytest.mark.parametrize("called_before", [False, True], ids=["at first", "after a call"])
+@pytest.mark.parametrize("name", TRACED)
+def test_a_traced_module_is_a_function_of_its_input(device: torch.device, name: str, called_before: bool) -> None:
+    make, shape = TRACED[name]
+    torch.manual_seed(0)
+    model, x, other = make().eval(), torch.randn(shape), torch.randn(shape)
+    want = model(other)
+    weights = torch.linspace(0.5, 1, want.numel()).view(want.shape)
+    gradients = torch.autograd.grad((want * weights).sum(), list(model.parameters()))
+    model.to(device)
+    if called_before:
+        model(x.to(device))
+    traced = torch.jit.trace(model, x.to(device))
+    got = traced(other.to(device))
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad((got * weights.to(device)).sum(), list(model.parameters()))
+    for gradient, expected in zip(found, gradients, strict=True):
+        torch.testing.assert_close(gradient.cpu(), expected, rtol=1e-4, atol=1e-4)
+    if name != "an encoder":  # torch cannot freeze its fast path
+        frozen = torch.jit.freeze(traced)
+        torch.testing.assert_close(frozen(other.to(device)).cpu(), want, rtol=1e-5, atol=1e-5)

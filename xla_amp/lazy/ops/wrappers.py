@@ -289,10 +289,22 @@ def _updating_scale(kernel: Kernel) -> Kernel:
     return update
 
 
+def _traced(kernel: Kernel) -> Kernel:
+    """TorchScript's tracer leaves this operation to its kernel: on each of torch's devices it calls ``_convolution``."""
+
+    def convolution(*args: Any) -> torch.Tensor:
+        if torch.jit.is_tracing():
+            return aten._convolution.default(*args, False, False, False, False)  # type: ignore[no-any-return]
+        return kernel(*args)  # type: ignore[no-any-return]
+
+    return convolution
+
+
 ARGUMENT_WRAPPERS: dict[str, Callable[[Kernel], Kernel]] = {
     **CHECKED,
     "_amp_foreach_non_finite_check_and_unscale_": _unscaling,
     "_amp_update_scale_": _updating_scale,
+    "convolution": _traced,
     **{name: _checked_by(rule, name) for rule in EACH_CALL for name in rule.operations.split()},
     **dict.fromkeys(("_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"), _move_indices),
     **dict.fromkeys(
@@ -309,7 +321,7 @@ ARGUMENT_WRAPPERS: dict[str, Callable[[Kernel], Kernel]] = {
         _overwrite,
     ),
 }
-"""ATen name -> wrapper of its kernel: it checks or changes the arguments, or tells the end of a step."""
+"""ATen name -> wrapper of its kernel: it checks or changes the arguments, or tells the end of a step or a tracer."""
 
 
 def into_out(operator: Any, args: Any, kwargs: Any) -> Any:

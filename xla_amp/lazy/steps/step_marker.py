@@ -217,7 +217,8 @@ def _install_hook() -> None:
 def _before_forward(module: torch.nn.Module) -> None:
     if _awaited or _repeats:
         with trace.lock:
-            _forward_begins(module, module.training and torch.is_grad_enabled())
+            trains = getattr(module, "training", False)  # a frozen module of TorchScript does not have it
+            _forward_begins(module, trains and torch.is_grad_enabled())
 
 
 def graph_begins(graph: torch.nn.Module) -> None:
