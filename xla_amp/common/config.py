@@ -1,4 +1,4 @@
-"""Environment variables; the only file of the package that reads them.
+"""Environment variables, which no other file of the package reads, and the installed version.
 
 Each function reads at call time, so a test or a notebook can change a variable.  Only `place_process` writes variables,
 in a process that `launch` has started, `place_in_group` in one that torch.distributed was told the place of, and
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
@@ -430,3 +431,11 @@ def _choice(variable: str, legal: Sequence[_Choice], default: _Choice) -> _Choic
     if value not in legal:
         raise PolicyError(f"{variable}={os.environ[variable]!r}: expected one of {', '.join(legal)}")
     return cast(_Choice, value)
+
+
+def version() -> str:
+    """The version of xla_amp, or ``"unknown"`` in a source tree that is not installed."""
+    try:
+        return metadata.version("xla-amp")
+    except metadata.PackageNotFoundError:
+        return "unknown"

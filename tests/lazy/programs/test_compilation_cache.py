@@ -94,6 +94,18 @@ def test_another_version_is_another_folder(tmp_path: Path) -> None:
     assert [start(program=text, **named)["programs_loaded"] for text in (IS_NAN, program, IS_NAN)] == [0, 0, 1]
 
 
+def test_a_source_tree_that_is_not_installed_stores_programs(tmp_path: Path) -> None:
+    absent = (
+        "from importlib import metadata; found = metadata.version\n"
+        "def version(name):\n"
+        "    if name == 'xla-amp': raise metadata.PackageNotFoundError(name)\n"
+        "    return found(name)\n"
+        "metadata.version = version\n"
+    )
+    named = {"XLA_AMP_CACHE": str(tmp_path)}
+    assert [start(program=absent + IS_NAN, **named)["programs_loaded"] for _ in range(2)] == [0, 1]
+
+
 def test_an_edited_lowering_is_another_program(
     device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

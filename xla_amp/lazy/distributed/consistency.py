@@ -17,7 +17,6 @@ import os
 import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -57,19 +56,12 @@ def settings(process: Process) -> dict[str, str]:
         "WORLD_SIZE": str(process.world_size),
         "XLA_AMP_PLATFORM": str(config.platform()),
         "autocast rules": _rules(resolve("tpu"), without_builtin=True),
-        "version of xla_amp": _version(),
+        "version of xla_amp": config.version(),
         "version of torch": torch.__version__,
         "version of jax": jax.__version__,
         "_host": socket.gethostname(),
         "_pid": str(os.getpid()),
     }
-
-
-def _version() -> str:
-    try:
-        return version("xla_amp")
-    except PackageNotFoundError:  # a source tree that is not installed
-        return "unknown"
 
 
 def _rules(policy: Policy, *, without_builtin: bool = False) -> str:

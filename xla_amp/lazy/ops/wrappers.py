@@ -290,7 +290,7 @@ def _updating_scale(kernel: Kernel) -> Kernel:
 
 
 def _traced(kernel: Kernel) -> Kernel:
-    """TorchScript's tracer leaves this operation to its kernel: on each of torch's devices it calls ``_convolution``."""
+    """TorchScript's tracer leaves this operation to its kernel: torch's devices call ``_convolution``."""
 
     def convolution(*args: Any) -> torch.Tensor:
         if torch.jit.is_tracing():

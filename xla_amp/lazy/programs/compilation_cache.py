@@ -147,7 +147,7 @@ def _flags() -> str:
         except OSError as error:
             found["XLA_FLAGS"] = str(error)
     processor = hardware.processor()
-    versions = [metadata.version(name) for name in ("jax", "jaxlib", "xla-amp")]
+    versions = metadata.version("jax"), metadata.version("jaxlib"), config.version()
     parts = sorted(found.items()), versions, processor.name, sorted(processor.flags), processor.cores
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
