@@ -269,14 +269,6 @@ def addbmm(start: Operand, left: Operand, right: Operand, *, beta: Any = 1, alph
     return accumulate(start, jnp.sum(products, axis=0, dtype=products.dtype), beta, alpha, left.dtype)
 
 
-@register("addr")
-def addr(
-    start: jax.Array, left: jax.Array, right: jax.Array, *, beta: Any = 1, alpha: Any = 1, common: Any
-) -> jax.Array:
-    product = up(as_dtype(left, common))[:, None] * up(as_dtype(right, common))[None, :]
-    return accumulate(start, product, beta, alpha, common)
-
-
 @register("_addmm_activation", takes=(Permuted,))
 def addmm_activation(
     start: Operand,

@@ -66,16 +66,6 @@ def _floored_division(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.where(y == 0, x / y, floor)
 
 
-def _times_log(log: Callable[[jax.Array], jax.Array]) -> Binary:
-    """x * log(y) that is 0 where x is 0, unless y is NaN."""
-
-    def function(x: jax.Array, y: jax.Array) -> jax.Array:
-        product = jnp.where(x == 0, jnp.zeros((), x.dtype), x * log(y))
-        return jnp.where(jnp.isnan(y), y, product)
-
-    return function
-
-
 def _integer_power(base: jax.Array, exponent: jax.Array) -> jax.Array:
     """base ** exponent of integers, modulo the size of their type; `jnp.power` reads only six bits of the exponent."""
 
@@ -113,11 +103,8 @@ ARITHMETIC: Table = {
     ("fmin",): jnp.fmin,
     ("fmod.Scalar", "fmod.Tensor"): _truncated_remainder,
     ("gcd",): jnp.gcd,
-    ("heaviside",): lambda x, value: jnp.where(x == 0, value, as_dtype(x > 0, value.dtype)),
     ("hypot",): jnp.hypot,
     ("lcm",): jnp.lcm,
-    ("logaddexp",): jnp.logaddexp,
-    ("logaddexp2",): jnp.logaddexp2,
     ("maximum",): jnp.maximum,
     ("minimum",): jnp.minimum,
     ("pow.Scalar", "pow.Tensor_Tensor"): power,
@@ -129,9 +116,7 @@ FLOAT: Table = {
     ("copysign.Scalar", "copysign.Tensor"): jnp.copysign,
     ("igamma",): special.gammainc,
     ("igammac",): special.gammaincc,
-    ("special_xlog1py", "special_xlog1py.other_scalar", "special_xlog1py.self_scalar"): _times_log(jnp.log1p),
     ("special_zeta", "special_zeta.other_scalar", "special_zeta.self_scalar"): special.zeta,
-    ("xlogy.Scalar_Other", "xlogy.Scalar_Self", "xlogy.Tensor"): _times_log(jnp.log),
 }
 
 COMPARISONS: Table = {
@@ -312,14 +297,6 @@ register("pow_.Scalar", mutates=("self",), static=("exponent",), dynamic=("expon
     power_of_number
 )  # functionally `pow.Tensor_Scalar`
 register("pow_.Tensor", mutates=("self",))(_in_common(power))  # functionally `pow.Tensor_Tensor`
-
-
-@register("linalg_cross")
-def cross(x: jax.Array, y: jax.Array, *, dim: int = -1, common: Any) -> jax.Array:
-    """The cross product along an axis of size 3."""
-    dtype = opmath(common)
-    x, y = jnp.broadcast_arrays(as_dtype(x, dtype), as_dtype(y, dtype))
-    return jnp.cross(x, y, axis=dim)
 
 
 # ---- bits ------------------------------------------------------------------------------------------------------------

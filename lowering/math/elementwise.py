@@ -92,12 +92,10 @@ FLOAT: dict[str, Unary] = {
     "sin": jnp.sin,
     "sinc": _sinc,
     "sinh": jnp.sinh,
-    "special_entr": special.entr,
     "special_erfcx": _erfcx,
     "special_i0e": special.i0e,
     "special_i1": special.i1,
     "special_i1e": special.i1e,
-    "special_log_ndtr": special.log_ndtr,
     "special_modified_bessel_i0": special.i0,
     "special_modified_bessel_i1": special.i1,
     "special_ndtri": special.ndtri,
@@ -126,8 +124,6 @@ ROUNDING: dict[str, Unary] = {
 PREDICATES: dict[str, Unary] = {
     "isinf": jnp.isinf,
     "isnan": jnp.isnan,
-    "isneginf": jnp.isneginf,
-    "isposinf": jnp.isposinf,
     "logical_not": jnp.logical_not,
     "signbit": jnp.signbit,
 }
@@ -166,15 +162,6 @@ def relu(x: jax.Array, *, platform: str) -> jax.Array:
     return written(jnp.maximum(x, jnp.zeros((), x.dtype)), x.dtype, platform)
 
 
-@register("logit")
-def logit(x: jax.Array, eps: float | None = None, *, out: Any) -> jax.Array:
-    """log(x / (1 - x)), with x clamped to [eps, 1 - eps] where `eps` is given."""
-    x = as_dtype(x, opmath(out.dtype))
-    if eps is not None:
-        x = jnp.clip(x, eps, 1 - eps)
-    return jnp.log(x / (1 - x))
-
-
 @register("round.decimals")
 def round_decimals(x: jax.Array, *, decimals: int) -> jax.Array:
     """Half-to-even rounding after scaling by a power of ten, as in torch (which differs from decimal rounding)."""
@@ -194,14 +181,6 @@ def angle(x: jax.Array, *, out: Any) -> jax.Array:
     x = as_dtype(x, opmath(out.dtype))
     pi = jnp.where(x < 0, np.asarray(np.pi, x.dtype), np.asarray(0, x.dtype))
     return jnp.where(jnp.isnan(x), x, pi)
-
-
-@register("nan_to_num")
-def nan_to_num(
-    x: jax.Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
-) -> jax.Array:
-    """NaN becomes `nan` (0), infinities `posinf` and `neginf` (the dtype's largest and least finite value)."""
-    return jnp.nan_to_num(x, nan=0.0 if nan is None else nan, posinf=posinf, neginf=neginf)
 
 
 def _hurwitz_zeta(s: int, q: jax.Array) -> jax.Array:

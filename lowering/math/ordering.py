@@ -231,14 +231,6 @@ def bucketize(x: Any, boundaries: jax.Array, *, out_int32: bool = False, right: 
     return searchsorted(boundaries, x, right=right, common=common)
 
 
-@register("isin.Tensor_Tensor", "isin.Tensor_Scalar", "isin.Scalar_Tensor")
-def isin(elements: Any, tests: Any, *, assume_unique: bool = False, invert: bool = False, common: Any) -> jax.Array:
-    """Whether each element equals one of `tests`."""
-    elements, tests = as_dtype(elements, common), as_dtype(tests, common)
-    found = jnp.any(elements[..., None] == tests.reshape(-1), axis=-1)
-    return ~found if invert else found
-
-
 # ---- counting --------------------------------------------------------------------------------------------------------
 
 

@@ -45,24 +45,10 @@ def mean(x: jax.Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = N
     return jnp.mean(as_dtype(x, opmath(out.dtype)), axis=axes(dim, x.ndim), keepdims=keepdim)
 
 
-@register("nansum")
-def nansum(x: jax.Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None, out: Any) -> jax.Array:
-    """Sum that treats NaN as zero."""
-    x = as_dtype(x, opmath(out.dtype))
-    x = jnp.where(jnp.isnan(x), jnp.zeros((), x.dtype), x)
-    return jnp.sum(x, axis=axes(dim, x.ndim), keepdims=keepdim)
-
-
 @register("prod", "prod.dim_int")
 def prod(x: jax.Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None, out: Any) -> jax.Array:
     """Product; of integers and booleans as int64 unless `dtype` says otherwise."""
     return jnp.prod(as_dtype(x, opmath(out.dtype)), axis=axes(dim, x.ndim), keepdims=keepdim)
-
-
-@register("trace")
-def trace(x: jax.Array, *, out: Any) -> jax.Array:
-    """Sum of the diagonal of a matrix."""
-    return jnp.trace(as_dtype(x, opmath(out.dtype)))
 
 
 # -- extremes: NaN wins, the first of equals is reported --------------------------------------------------------------
@@ -118,12 +104,6 @@ def all_(x: jax.Array, dim: Dim = None, keepdim: bool = False) -> jax.Array:
 def any_(x: jax.Array, dim: Dim = None, keepdim: bool = False) -> jax.Array:
     """Whether any element is not zero."""
     return jnp.any(x, axis=axes(dim, x.ndim), keepdims=keepdim)
-
-
-@register("count_nonzero", "count_nonzero.dim_IntList")
-def count_nonzero(x: jax.Array, dim: Dim = None) -> jax.Array:
-    """Number of elements that are not zero (int64)."""
-    return jnp.sum(x != 0, axis=axes(dim, x.ndim), dtype=jnp.int64)
 
 
 @register("histc")
@@ -220,15 +200,6 @@ def linalg_vector_norm(
 def norm(x: jax.Array, p: Any = 2, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
     """torch's older name for the vector norm; no `p` means 2."""
     return linalg_vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
-
-
-@register("renorm", static=("p",))
-def renorm(x: jax.Array, p: Any, dim: int, maxnorm: Any) -> jax.Array:
-    """Scales each slice along `dim` whose norm is above `maxnorm` down to it."""
-    x = up(x)
-    others = tuple(axis for axis in range(x.ndim) if axis != dim % x.ndim)
-    size, largest = vector_norm(x, p, others, True), as_dtype(maxnorm, x.dtype)
-    return jnp.where(size > largest, x * (largest / (size + 1e-7)), x)  # 1e-7: torch's guard against 0 / 0
 
 
 @register("logsumexp")

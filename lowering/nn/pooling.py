@@ -290,16 +290,6 @@ def adaptive_max_pool(x: jax.Array, output_size: Sequence[int]) -> tuple[jax.Arr
     return y, _argmax(x, maps)
 
 
-@register("max_unpool2d", "max_unpool3d")
-def max_unpool(x: jax.Array, indices: jax.Array, output_size: Sequence[int], *window: Any) -> jax.Array:
-    """Zeros with `x` written at flat spatial `indices`; of several values for one position any may win, as in torch."""
-    rank = len(output_size)
-    planes = math.prod(x.shape[:-rank])
-    empty = jnp.zeros((planes, math.prod(output_size)), x.dtype)
-    unpooled = empty.at[np.arange(planes)[:, None], indices.reshape(planes, -1)].set(x.reshape(planes, -1))
-    return unpooled.reshape(*x.shape[:-rank], *output_size)
-
-
 for _rank in (2, 3):
     for _name, _function in (
         (f"max_pool{_rank}d_with_indices", max_pool),

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.scipy import special
 
@@ -48,12 +47,6 @@ def scalar_tensor(value: Any, *, dtype: Any = None, out: Any) -> jax.Array:
     return _filled(value, out)
 
 
-@register("eye", "eye.m")
-def eye(n: int, m: int | None = None, *, dtype: Any = None, out: Any) -> jax.Array:
-    """Ones on the diagonal."""
-    return jnp.eye(out.shape[0], out.shape[1], dtype=out.dtype)
-
-
 # -- progressions: computed in float64, as torch on the CPU does (accscalar of float is double), or in integers -------
 
 
@@ -82,38 +75,6 @@ def arange_from(start: Any, end: Any, *, dtype: Any = None, out: Any) -> jax.Arr
 def arange_by(start: Any, end: Any, step: Any = 1, *, dtype: Any = None, out: Any) -> jax.Array:
     """start, start + step, ... before `end` (``range``: including `end`)."""
     return _progression(start, step, out)
-
-
-def _between(start: Any, end: Any, count: int, dtype: Any) -> jax.Array:
-    """`count` even steps; the second half is counted back from `end` so that it is exact, as in torch."""
-    start, end = as_dtype(start, dtype), as_dtype(end, dtype)
-    if count < 2:
-        return jnp.broadcast_to(start, (count,))
-    step = (end - start) / (count - 1)
-    index = lax.iota(dtype, count)
-    return jnp.where(index < count // 2, start + step * index, end - step * (count - 1 - index))
-
-
-def _whole(start: Any, end: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """The ends of a sequence of `dtype`: torch truncates them first if it is of integers."""
-    ends = as_dtype(start, jnp.float64), as_dtype(end, jnp.float64)
-    return ends if jnp.issubdtype(dtype, np.inexact) else (jnp.trunc(ends[0]), jnp.trunc(ends[1]))
-
-
-_POINTS = ("", ".Scalar_Tensor", ".Tensor_Scalar", ".Tensor_Tensor")
-
-
-@register(*(f"linspace{points}" for points in _POINTS))
-def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, out: Any) -> jax.Array:
-    """`steps` numbers from `start` to `end`, both included."""
-    return _between(*_whole(start, end, out.dtype), out.shape[0], jnp.float64)
-
-
-@register(*(f"logspace{points}" for points in _POINTS))
-def logspace(start: Any, end: Any, steps: int, base: float = 10.0, *, dtype: Any = None, out: Any) -> jax.Array:
-    """base ** linspace(start, end)."""
-    exponents = _between(*_whole(start, end, out.dtype), out.shape[0], jnp.float64)
-    return jnp.power(as_dtype(base, jnp.float64), exponents)
 
 
 def _triangle_indices(keep: jax.Array, out: Any) -> jax.Array:

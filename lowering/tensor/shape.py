@@ -58,13 +58,6 @@ def roll(x: jax.Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> jax.A
     return x
 
 
-@register("channel_shuffle")
-def channel_shuffle(x: jax.Array, groups: int) -> jax.Array:
-    """Channels (axis 1) interleaved between `groups`."""
-    batch, channels, *rest = x.shape
-    return x.reshape(batch, groups, channels // groups, *rest).swapaxes(1, 2).reshape(x.shape)
-
-
 # -- triangles and diagonals ------------------------------------------------------------------------------------------
 
 
@@ -113,12 +106,6 @@ def diagonal_backward(grad: jax.Array, input_sizes: Sequence[int], offset: int, 
 def diagonal_scatter(x: jax.Array, source: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> jax.Array:
     """`x` with a diagonal replaced."""
     return _set_diagonal(x, as_dtype(source, x.dtype), offset, dim1, dim2)
-
-
-@register("diag_embed")
-def diag_embed(x: jax.Array, offset: int = 0, dim1: int = -2, dim2: int = -1, *, out: Any) -> jax.Array:
-    """Matrices with the last axis on a diagonal."""
-    return _set_diagonal(jnp.zeros(out.shape, x.dtype), x, offset, dim1, dim2)
 
 
 # -- writing slices.  How many elements there are is known from the source: only the first index is data --------------

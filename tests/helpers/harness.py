@@ -124,6 +124,12 @@ def lowering_of(name: str) -> Lowering:
     return found
 
 
+def _mutated(name: str) -> tuple[str, ...]:
+    """The arguments that an operation writes; none of an operation that torch decomposes."""
+    lowering = find(name)
+    return lowering.mutates if lowering is not None else ()
+
+
 def called(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | str) -> list[Any]:
     """The operation's new results on a device, then the new values of the arguments that its lowering writes."""
     operation = operator(name)
@@ -139,7 +145,7 @@ def called(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: to
         returned = [x for x, alias in zip(returned, kinds, strict=True) if alias is None or not alias.is_write]
     names = [argument.name for argument in arguments if not argument.kwarg_only]
     given = dict(zip(names, args, strict=False)) | kwargs
-    written = [tensor for key in lowering_of(name).mutates for tensor in tree_leaves(given.get(key))]
+    written = [tensor for key in _mutated(name) for tensor in tree_leaves(given.get(key))]
     return [*(returned if operation._schema.returns else ()), *(x for x in written if x is not None)]
 
 
@@ -213,7 +219,7 @@ def check(
     promised = called(name, args, kwargs, "cpu")
     expected = promised
     if wide:  # of an update in place only the lists: flags and scales stay float32, as torch's kernels require
-        lists = bool(lowering_of(name).mutates) and any(isinstance(x, list) for x in args)
+        lists = bool(_mutated(name)) and any(isinstance(x, list) for x in args)
         wider = [widened(x) if isinstance(x, list) or not lists else x for x in args]
         expected = called(name, wider, kwargs if lists else widened(dict(kwargs)), "cpu")
     here = platform == "cpu"

@@ -6,6 +6,7 @@ import os
 import sys
 import textwrap
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import forked
@@ -182,6 +183,46 @@ def test_the_advice_works(device: torch.device) -> None:
     assert counts.compilations == 1
     with pytest.raises(ValueError, match=r"already has a lowering.*override=True"):
         lowering.register("lazy_failures::advised")(advised)
+
+
+DECOMPOSED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "logaddexp": lambda x: torch.logaddexp(x, x.t()),
+    "nan_to_num": lambda x: torch.nan_to_num(x / 0, 1.0),
+    "linalg_cross": lambda x: torch.linalg.cross(x, x.t()),
+    "xlogy.Tensor": lambda x: torch.xlogy(x, x.t()),
+    "in place": lambda x: x.clone().sinc_().nan_to_num_(0.5),
+    "into a view": lambda x: x.clone()[1:].xlogy_(x[:2]),
+    "out": lambda x: torch.logaddexp2(x, x, out=torch.empty(0, device=x.device)),
+    "out of two": lambda x: torch.stack(torch.aminmax(x, dim=0, out=(x.new_empty(0), x.new_empty(3)))),
+    "out of a factory": lambda x: torch.linspace(0, 1, 5, out=x.new_empty(5)),
+    "a factory": lambda x: torch.eye(3, 4, device=x.device, dtype=torch.int32),
+    "a gradient": lambda x: torch.func.grad(lambda y: torch.logit(y.sigmoid(), 0.1).square().sum())(x),
+    "of integers": lambda x: torch.count_nonzero(x.long(), 0),
+}
+
+
+@pytest.mark.parametrize("name", DECOMPOSED)
+def test_an_operation_without_a_lowering_runs_by_torchs_decomposition(device: torch.device, name: str) -> None:
+    x = torch.linspace(-1, 2, 9).view(3, 3)
+    want = DECOMPOSED[name](x)
+    with counted() as counts:
+        got = DECOMPOSED[name](x.to(device))
+        torch.testing.assert_close(got.cpu(), want, equal_nan=True)
+    assert (counts.executions, counts.fallbacks) == (1, 0)
+    if hasattr(torch.ops.aten, name.partition(".")[0]):
+        assert lowering.find(name) is None
+
+
+def test_a_decomposition_refuses_what_torchs_kernel_refuses(device: torch.device) -> None:
+    x = torch.ones(3, dtype=torch.int64).to(device)
+    for wrong, error in (
+        (lambda: torch.logaddexp(x, x), NotImplementedError),
+        (lambda: x.sinc_(), RuntimeError),
+        (lambda: torch.sinc(x, out=torch.empty_like(x)), RuntimeError),
+        (lambda: torch.ones(1).to(device).xlogy_(torch.ones(3).to(device)), RuntimeError),
+    ):
+        with pytest.raises(error):
+            wrong()
 
 
 def test_falling_back_is_counted_and_said_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,12 @@ import torch
 
 from xla_amp.lazy.graph.trace import Poisoned
 from xla_amp.lazy.ops import dynamic_shape
-from xla_amp.lazy.ops.checks import argument_rules, shape_inference
+from xla_amp.lazy.ops.checks import shape_inference
 from xla_amp.lazy.ops.checks.argument_rules import EACH_CALL, ArgumentRule
 from xla_amp.lazy.ops.checks.meta_results import RANK_REVEALING
 from xla_amp.lazy.ops.codegen import make_kernel
 from xla_amp.lazy.ops.index_checks import CHECKED, check_several
-from xla_amp.lazy.ops.operators import KernelTable, functional_arguments
+from xla_amp.lazy.ops.operators import KernelTable
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -322,41 +322,6 @@ ARGUMENT_WRAPPERS: dict[str, Callable[[Kernel], Kernel]] = {
     ),
 }
 """ATen name -> wrapper of its kernel: it checks or changes the arguments, or tells the end of a step or a tracer."""
-
-
-def into_out(operator: Any, args: Any, kwargs: Any) -> Any:
-    """Runs an operator with one ``out=`` tensor by its functional variant; NotImplemented without one.
-
-    For overloads without a kernel: those of factories (`arange`), and of sizes that depend on data (`nonzero`).
-    """
-    wanted = functional_arguments(operator)
-    outs = [argument.name for argument in operator._schema.arguments if argument.is_out]
-    if len(outs) != 1:
-        return NotImplemented
-    packet = operator.overloadpacket
-    for candidate in (getattr(packet, overload) for overload in packet.overloads()):
-        extra = [name for name, _ in functional_arguments(candidate)[len(wanted) :]]
-        same = functional_arguments(candidate)[: len(wanted)] == wanted
-        ours = candidate.has_kernel_for_dispatch_key("PrivateUse1")
-        if not ours or not same or extra not in ([], _FACTORY):
-            continue  # torch's own functional variant may call this one
-        options = dict(kwargs)
-        out = options.pop(outs[0])
-        result = candidate(*args, **options, **({"dtype": out.dtype, "device": out.device} if extra else {}))
-        name = operator._schema.name.partition("::")[2]
-        argument_rules.check_out(name, [result.dtype], [out.dtype])
-        if name in _KEEP_SHAPE and out.numel() == result.numel():
-            result = result.view(out.shape)
-        if out.shape != result.shape:
-            out.resize_(result.shape)
-        return out.copy_(result)
-    return NotImplemented
-
-
-_FACTORY = ["dtype", "layout", "device", "pin_memory"]
-"""Last arguments of operations that make a tensor."""
-_KEEP_SHAPE = ("arange", "linspace", "logspace", "range")
-"""Operations that fill an ``out=`` tensor of the right number of elements, whatever its shape."""
 
 
 LOWERING_WRAPPERS: dict[str, Wrapper] = {

@@ -13,18 +13,15 @@ from typing import Any
 import torch
 
 from xla_amp.backends import dynamo
-from xla_amp.common import config, events
-from xla_amp.errors import MissingLoweringError
+from xla_amp.common import config
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.ops import composites, dynamic_shape, memory, operators, rnn, sparse, wrappers
+from xla_amp.lazy.ops import composites, dynamic_shape, memory, missing, operators, rnn, sparse, wrappers
 from xla_amp.lazy.ops.codegen import Variant, make_kernel
 from xla_amp.lazy.programs import execute, mesh, pjrt
 from xla_amp.lazy.programs.execute import sync
-from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.steps import step_marker
-from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import accelerator, c10d, device_guard, forks, generator, monkeypatches, nested
 from xla_amp.lowering import Lowering, registry, table
@@ -258,10 +255,13 @@ def _install_kernels() -> None:
             _implement("c10d", name, kernel)
     for name, kernel in sparse.SPARSE_KERNELS.items():
         _implement("aten", name, kernel, "SparsePrivateUse1")
-    fallbacks = {"PrivateUse1": _missing, "SparsePrivateUse1": sparse.missing, "NestedTensorPrivateUse1": nested.refuse}
-    for key, missing in fallbacks.items():
+    for key, kernel in (
+        ("PrivateUse1", missing.run),
+        ("SparsePrivateUse1", sparse.missing),
+        ("NestedTensorPrivateUse1", nested.refuse),
+    ):
         fallback = _libraries["_", key] = torch.library.Library("_", "IMPL", key)
-        fallback.fallback(dynamo.skip(missing))
+        fallback.fallback(dynamo.skip(kernel))
 
 
 def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "PrivateUse1") -> None:
@@ -334,86 +334,3 @@ def _derived(namespace: str, base: str, overload: str, operator: Any) -> list[tu
             # The overload's name does not tell: add.Tensor's variant is add.out, sum.dim_IntList's is sum.IntList_out.
             found.append(("out", f"{base}.{other}"))
     return found
-
-
-def _missing(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """An operation without a lowering: PyTorch's own decomposition, else the CPU if that is allowed, else an error."""
-    decomposition = _decompositions().get(operator)
-    if decomposition is not None:
-        result = decomposition(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-    result = wrappers.into_out(operator, args, kwargs)
-    if result is not NotImplemented:
-        return result
-    if config.fallback() == "cpu":
-        return _on_cpu(operator, args, kwargs)
-    name = str(operator).removesuffix(".default")
-    raise MissingLoweringError(
-        f"the operation {name} has no lowering for the lazy XLA device. Either give it one:\n"
-        f'    @xla_amp.lowering.register("{_registered_name(operator)}")\n'
-        "    def lowering(*jax_arrays): ...\n"
-        "or set XLA_AMP_FALLBACK=cpu to run it on the CPU (each call then waits for the device)"
-    )
-
-
-def _registered_name(operator: Any) -> str:
-    """The name under which `xla_amp.lowering.register` takes the operator: that of its functional variant.
-
-    The in-place and ``out=`` variants are derived from it (`_derived`).
-    """
-    schema = operators.functional_variant(operator)._schema
-    name: str
-    library, _, name = schema.name.partition("::")
-    overload: str = schema.overload_name
-    return ("" if library == "aten" else f"{library}::") + name + (f".{overload}" if overload else "")
-
-
-def _decompositions() -> Any:
-    global _core
-    if _core is None:
-        _core = torch.export.default_decompositions()
-    return _core
-
-
-_core: Any = None
-_fell_back: set[str] = set()
-
-
-def _on_cpu(operator: Any, args: Any, kwargs: Any) -> Any:
-    """Runs `operator` on CPU copies and copies written arguments back (counted, and warned of once)."""
-    from xla_amp.backends.trees import tree_map
-
-    name = str(operator)
-    metrics.fallbacks += 1
-    if name not in _fell_back:
-        _fell_back.add(name)
-        events.warn(f"{name} has no lowering and runs on the CPU (XLA_AMP_FALLBACK=cpu)")
-
-    def down(value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return torch.device("cpu")
-        on_device = isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
-        return tensor_io.to_host(value) if on_device else value
-
-    cpu_args, cpu_kwargs = tree_map(down, (tuple(args), dict(kwargs)))
-    result = operator(*cpu_args, **cpu_kwargs)
-    aliases: dict[int, Any] = {}
-    for index, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        ours = args[index] if index < len(args) else kwargs.get(argument.name)
-        theirs = cpu_args[index] if index < len(cpu_args) else cpu_kwargs.get(argument.name)
-        pairs = zip(ours, theirs, strict=True) if isinstance(ours, (list, tuple)) else [(ours, theirs)]
-        for mine, other in pairs:
-            if isinstance(mine, torch.Tensor):
-                with trace.lock:
-                    tensor_io.copy(mine if mine.shape == other.shape else tensor_io.resize(mine, other.shape), other)
-                aliases[id(other)] = mine
-
-    def up(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return aliases[id(value)] if id(value) in aliases else transfer.to_device(value)
-
-    return tree_map(up, result)
