@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from xla_amp.backends import base
 from xla_amp.common import config
 from xla_amp.common.events import Point
 from xla_amp.common.types import LAZY
+from xla_amp.errors import DeviceError
 
 PROCESS_GROUP = "xla_amp"
 """The backend of `torch.distributed`."""
@@ -79,7 +81,16 @@ def _tag(storage: Any) -> str | None:
 
 
 def _restore(storage: Any, location: str) -> Any:
-    """`storage`, which is on the CPU, at a location; None for other devices.  Starts the device."""
+    """`storage`, which is on the CPU, at a location; None for other devices.  Starts the device.
+
+    Raises:
+        DeviceError: torch_xla's location, without torch_xla.
+    """
+    if location.partition(":")[0] == "xla" and find_spec("torch_xla") is None:
+        raise DeviceError(
+            f"torch.load to {location!r} needs torch_xla: write map_location=xla_amp.xla_device() or {LAZY!r} for the "
+            "lazy XLA device"
+        )
     if location.partition(":")[0] != LAZY:
         return None
     base.require_lazy(f"torch.load to {location!r}", "map_location='cpu'")

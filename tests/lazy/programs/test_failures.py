@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import textwrap
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import forked
@@ -127,6 +129,32 @@ def test_a_device_that_does_not_exist(device: torch.device) -> None:
     assert torch.ones(2, device="jax:0").device == torch.ones(2, device="jax").device == device
 
 
+@pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla has the device 'xla'")
+def test_torch_xlas_device_is_refused_with_what_to_write(device: torch.device) -> None:
+    saved = io.BytesIO()
+    torch.save(torch.ones(2), saved)
+    for mistake in (
+        lambda: torch.zeros(2, device="xla"),
+        lambda: torch.arange(3, device=torch.device("xla", 0)),
+        lambda: torch.rand_like(torch.ones(2), device="xla"),
+        lambda: torch.nn.Linear(2, 2, device="xla"),
+        lambda: torch.ones(2).to("xla:0"),
+        lambda: torch.load(io.BytesIO(saved.getvalue()), map_location="xla"),
+    ):
+        with pytest.raises(DeviceError, match=r"write (map_location=)?xla_amp\.xla_device\(\) or 'jax'"):
+            mistake()
+
+
+def test_data_parallel_runs_the_module_where_it_is(device: torch.device) -> None:
+    module, x = torch.nn.Linear(4, 2), torch.ones(3, 4)
+    want = module(x)
+    parallel = torch.nn.DataParallel(module, device_ids=[0])
+    torch.testing.assert_close(parallel(x), want)
+    parallel.to(device)(x.to(device)).sum().backward()
+    assert module.weight.grad.device == device
+    assert list(parallel.state_dict()) == ["module.weight", "module.bias"]
+
+
 def test_a_dtype_that_does_not_exist(device: torch.device) -> None:
     with pytest.raises(XlaAmpError, match=r"torch\.complex32 does not exist on the device 'jax'; legal: torch"):
         torch.ones(2, dtype=torch.float32).to(device).to(torch.complex32)
@@ -241,6 +269,17 @@ def test_falling_back_is_counted_and_said_once(device: torch.device, monkeypatch
     monkeypatch.setenv("XLA_AMP_FALLBACK", "error")
     with pytest.raises(MissingLoweringError, match="unknown_in_place"):
         torch.ops.lazy_failures.unknown_in_place(x)
+
+
+def test_on_the_cpu_an_operation_may_resize(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    LIBRARY.define("grow(Tensor(a!) x) -> Tensor(a!)")
+    LIBRARY.impl("grow", lambda x: x.resize_(4).fill_(2), "CPU")
+    monkeypatch.setenv("XLA_AMP_FALLBACK", "cpu")
+    x = torch.ones(1).to(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.ops.lazy_failures.grow(x)
+    assert x.tolist() == [2, 2, 2, 2]
 
 
 # ---- at the flush ----------------------------------------------------------------------------------------------------

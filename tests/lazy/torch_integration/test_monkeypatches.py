@@ -27,7 +27,7 @@ CLASSES = {name: pkgutil.resolve_name(name) for name in '''
     torch.Tensor torch.nn.Parameter torch.nn.Module torch.UntypedStorage torch.TypedStorage torch.optim.Optimizer
     torch.nn.utils.rnn.PackedSequence torch.jit.RecursiveScriptModule torch.amp.GradScaler torch.autocast
     torch.nn.parallel.DistributedDataParallel torch.distributed.DeviceMesh torch.utils.data.DataLoader
-    torch.Generator torch.device torch.Size
+    torch.nn.DataParallel torch.Generator torch.device torch.Size
 '''.split()}
 
 def snapshot():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from xla_amp.common import config, events
-from xla_amp.errors import MissingLoweringError
+from xla_amp.errors import DeviceError, MissingLoweringError
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.ops.checks import argument_rules
 from xla_amp.lazy.ops.operators import functional_arguments, functional_variant
@@ -53,6 +53,18 @@ def _registered_name(operator: Any) -> str:
     library, _, name = schema.name.partition("::")
     overload: str = schema.overload_name
     return ("" if library == "aten" else f"{library}::") + name + (f".{overload}" if overload else "")
+
+
+def refuse_xla(operator: Any, *args: Any, **kwargs: Any) -> None:
+    """The fallback of torch_xla's dispatch key, where torch_xla is not installed.
+
+    Raises:
+        DeviceError: always; it says how the device is written.
+    """
+    raise DeviceError(
+        f"torch has the device 'xla' with torch_xla only ({operator}): write xla_amp.xla_device() or {DEVICE_TYPE!r} "
+        "for the lazy XLA device"
+    )
 
 
 # -- torch's decompositions -------------------------------------------------------------------------------------------
@@ -147,7 +159,7 @@ def _on_cpu(operator: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(value, torch.device):
             return torch.device("cpu")
         on_device = isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
-        return tensor_io.to_host(value) if on_device else value
+        return tensor_io.to_host(value).clone() if on_device else value  # in memory that torch may resize
 
     cpu_args, cpu_kwargs = tree_map(down, (tuple(args), dict(kwargs)))
     result = operator(*cpu_args, **cpu_kwargs)

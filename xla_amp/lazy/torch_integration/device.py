@@ -8,6 +8,7 @@ import threading
 import types
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -259,6 +260,7 @@ def _install_kernels() -> None:
         ("PrivateUse1", missing.run),
         ("SparsePrivateUse1", sparse.missing),
         ("NestedTensorPrivateUse1", nested.refuse),
+        *([] if find_spec("torch_xla") else [("XLA", missing.refuse_xla)]),
     ):
         fallback = _libraries["_", key] = torch.library.Library("_", "IMPL", key)
         fallback.fallback(dynamo.skip(kernel))

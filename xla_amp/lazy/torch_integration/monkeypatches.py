@@ -300,6 +300,10 @@ def _replace_data_parallel_constructor() -> None:
     DistributedDataParallel.__init__ = torch_parallel.data_parallel(DistributedDataParallel.__init__)  # type: ignore[method-assign]
 
 
+def _replace_replication() -> None:
+    torch.nn.DataParallel.__init__ = torch_parallel.replicated(torch.nn.DataParallel.__init__)  # type: ignore[method-assign]
+
+
 def _replace_device_mesh_constructor() -> None:
     if torch.distributed.is_available():
         mesh = torch.distributed.device_mesh.DeviceMesh
@@ -457,6 +461,12 @@ PATCHES = (
         reason="A script for CUDA passes device_ids=[local_rank], and a process of the device has no such index. "
         "Unused parameters are counted in pinned memory: an internal error in the backward pass.",
         install=_replace_data_parallel_constructor,
+    ),
+    PatchGroup(
+        names=("torch.nn.DataParallel.__init__",),
+        reason="Scripts for CUDA wrap their model in it, also where there is one device: it would move the model to "
+        "the lazy device and split each batch by streams (an error). Without GPUs it runs the module as it is.",
+        install=_replace_replication,
     ),
     PatchGroup(
         names=("torch.distributed.DeviceMesh.__init__",),

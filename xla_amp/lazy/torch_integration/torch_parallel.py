@@ -56,6 +56,19 @@ def data_parallel(original: Callable[..., None]) -> Callable[..., None]:
     return construct
 
 
+def replicated(original: Callable[..., None]) -> Callable[..., None]:
+    """torch's constructor of DataParallel: with one device it runs the module where that is, as without GPUs."""
+
+    @functools.wraps(original)
+    def construct(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_available():
+            return original(self, module, *args, **kwargs)
+        torch.nn.Module.__init__(self)
+        self.module, self.device_ids = module, []
+
+    return construct
+
+
 def _warn_of_low_sums(module: torch.nn.Module) -> None:
     """Warns where torch's reducer would add gradients in 16 bits."""
     low = next((p for p in module.parameters() if p.requires_grad and p.dtype in _LOW), None)
