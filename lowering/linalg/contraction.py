@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 import jax
@@ -246,6 +246,41 @@ def _is_added_by_cublas(start: Operand, left: Operand, right: Operand, beta: Any
     is_bias = start.shape[-1:] == right.shape[1:] and math.prod(start.shape[:-1]) == 1
     size = left.shape[0] * right.shape[1]
     return platform == "gpu" and plain and is_bias and is_half(left.dtype) and size >= _EPILOGUE
+
+
+@register("linear", takes=(Permuted,))
+def linear(x: Operand, weight: Operand, bias: Operand | None = None, *, platform: str) -> jax.Array:
+    """Product of the rows of `x`, along its last axis, with those of `weight`; a bias is added before the rounding.
+
+    With a kernel for it, torch's autograd records one operation, not a product between views.
+    """
+    rows, columns = _rows(x), _transposed(_rows(weight))
+    product = mm(rows, columns, platform=platform) if bias is None else addmm(bias, rows, columns, platform=platform)
+    return product.reshape(*x.shape[:-1], *weight.shape[:-1])
+
+
+@register("linear_backward", takes=(Permuted,))
+def linear_backward(
+    x: Operand, grad: Operand, weight: Operand, output_mask: Sequence[bool], *, platform: str, wide: bool = False
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """The gradients of real numbers, a matrix `weight` and a vector of biases."""
+    rows, grad_x, grad_weight, grad_bias = _rows(grad), None, None, None
+    if output_mask[0]:
+        grad_x = mm(rows, weight, platform=platform).reshape(x.shape)
+    if output_mask[1]:
+        grad_weight = mm(_transposed(rows), _rows(x), platform=platform, wide=wide)
+    if output_mask[2]:
+        grad_bias = jnp.sum(up(materialize(rows)), axis=0)
+    return grad_x, grad_weight, grad_bias
+
+
+def _rows(x: Operand) -> Operand:
+    """`x` as a matrix, whose rows are along the last axis."""
+    return x if x.ndim == 2 else materialize(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _transposed(matrix: Operand) -> Operand:
+    return matrix.base if isinstance(matrix, Permuted) else Permuted(matrix, (1, 0))
 
 
 @register("addmv", takes=(Permuted,))

@@ -132,6 +132,63 @@ def test_forward_mode_of_glu(device):
     torch.testing.assert_close(*([y.cpu() for y in result] for result in results), **EXACT)
 
 
+# -- linear layers ----------------------------------------------------------------------------------------------------
+
+LINEAR: dict[str, tuple[Any, ...]] = {
+    "vector": ((4,), (5, 4), (5,)),
+    "matrix": ((3, 4), (5, 4), (5,)),
+    "three dimensions": ((2, 3, 4), (5, 4), None),
+    "four dimensions": ((2, 3, 2, 4), (5, 4), (5,)),
+    "one bias": ((2, 3, 4), (5, 4), ()),
+    "biases of rows": ((3, 4), (5, 4), (3, 5)),
+    "weight of one dimension": ((2, 3, 4), (4,), None),
+    "no rows": ((2, 0, 4), (5, 4), (5,)),
+    "no columns": ((3, 0), (5, 0), (5,)),
+    "no results": ((2, 3, 4), (0, 4), (0,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_linear_layers(dtype, device):
+    def derivatives(where: str, shapes: tuple[Any, ...], turned: bool) -> Any:
+        tensors = [sample(*shape, seed=i).to(where, dtype) for i, shape in enumerate(shapes) if shape is not None]
+        x, *rest = [tensor.requires_grad_() for tensor in tensors]
+        y = torch.nn.functional.linear(x.mT.contiguous().mT if turned else x, *rest)
+        first = torch.autograd.grad(y.abs().square().sum(), [x, *rest], create_graph=True)
+        total = torch.stack([gradient.abs().square().sum() for gradient in first]).sum()
+        return y, first, torch.autograd.grad(total, [x, *rest])
+
+    def all_of_them(where: str) -> Any:
+        turned = [(name, True) for name, shapes in LINEAR.items() if len(shapes[0]) > 1]
+        cases = [*turned, *((name, False) for name in LINEAR)]
+        return {case: derivatives(where, LINEAR[case[0]], case[1]) for case in cases}
+
+    assert_same(all_of_them, **EXACT)
+
+
+def test_a_linear_layer_is_one_operation_each_way(device):
+    x, weight, bias = (sample(*shape).to(device).requires_grad_() for shape in ((2, 3, 4), (5, 4), (5,)))
+    torch.nn.functional.linear(x, weight, bias).backward(torch.ones(2, 3, 5, dtype=torch.float64).to(device))
+    assert recorded() == ["linear", "linear_backward"]
+
+
+def test_transforms_see_the_products_of_a_linear_layer(device):
+    def derivatives(where: Any) -> Any:
+        x, weight = sample(3, 4).to(where), sample(5, 4, seed=1).to(where)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.nn.functional.linear(torch.autograd.forward_ad.make_dual(x, 2 * x), weight)
+            tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
+
+        def loss(weight: Tensor, x: Tensor) -> Tensor:
+            return torch.nn.functional.linear(x, weight).square().sum()
+
+        per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(weight, x)
+        hessian = torch.func.hessian(loss)(weight, x)
+        return tangent, per_sample, hessian
+
+    assert_same(derivatives, **EXACT)
+
+
 def test_inference_mode(device):
     @torch.inference_mode()
     def program(where: str) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from xla_amp.lazy.ops.operators import KernelTable
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE, PLAIN
@@ -18,7 +19,7 @@ aten = torch.ops.aten
 _KEY = torch.DispatchKey.AutogradPrivateUse1
 KERNELS = KernelTable()
 """ATen name -> function for tensors of the device, with or without gradients."""
-WITH_KEYSET = frozenset({"_scaled_dot_product_fused_attention_overrideable_backward"})
+WITH_KEYSET = frozenset({"_scaled_dot_product_fused_attention_overrideable_backward", "linear"})
 """Those that also take the dispatcher's key set, first."""
 
 
@@ -28,11 +29,9 @@ def is_transformed(*tensors: torch.Tensor) -> bool:
     These support torch's decomposed operations only: ours have no batching rule and no forward derivative.
     The fake tensors of torch.compile are such; its graphs name torch's functions, which run on the device.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        return True
-    return torch._C._len_torch_dispatch_stack() > 0 or any(type(x) not in PLAIN for x in tensors)
+    return any(type(x) not in PLAIN or unpack_dual(x).tangent is not None for x in tensors)
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
@@ -124,6 +123,35 @@ def _differentiable_attention_backward(
     asked: list[Any] = [x for x, want in zip((query, key, value, bias), wanted, strict=True) if want]
     gradients = iter(torch.autograd.grad(again, asked, grad, create_graph=True))
     return tuple(next(gradients) if want else None for want in wanted)
+
+
+# -- linear layers ----------------------------------------------------------------------------------------------------
+
+_composite_linear: Callable[..., torch.Tensor] = aten.linear.default.decompose
+
+
+def _linear(differentiable: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """One operation for autograd, where torch's composite makes a product between views.
+
+    Args:
+        differentiable: torch's kernel on the device's autograd key.
+    """
+
+    def linear(
+        keyset: torch.DispatchKeySet, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        tensors = (x, weight) if bias is None else (x, weight, bias)
+        # `linear_backward` has the gradients of a vector of biases and a matrix of real numbers.
+        fits = weight.dim() == 2 and (bias is None or bias.dim() < 2) and not weight.is_complex()
+        if fits and not is_transformed(*tensors):
+            return differentiable(keyset, x, weight, bias)
+        return _composite_linear(x, weight, bias)
+
+    return linear
+
+
+AUTOGRAD_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {"linear": _linear}
+"""ATen name -> wrapper of torch's kernel on the device's autograd key."""
 
 
 # ---- torchvision -----------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ _PRODUCTS: Final = frozenset({"addmm", "baddbmm", "bmm", "mm"})
 """Their last two operands are the factors."""
 _GRADIENTS: Final = frozenset({"bmm", "mm"})
 """The products that autograd's formulas for `_PRODUCTS` use."""
-_CONVOLUTIONS: Final = frozenset({"convolution_backward", "convolution_backward_overrideable"})
-"""They give the gradient of the weight together with that of the data."""
+_OF_LAYERS: Final = frozenset({"convolution_backward", "convolution_backward_overrideable", "linear_backward"})
+"""They give the gradient of the weight, their third operand, together with that of the data."""
 
 _SUMS: Final = frozenset(
     {
@@ -58,7 +58,7 @@ def find(tape: Tape) -> frozenset[int]:
     """Numbers of the first results of operations that give weights their gradients.
 
     A gradient with regard to an input of the program that is no weight counts as well; that of a value which is
-    computed from a weight (``weight_norm``) does not, except a convolution's.
+    computed from a weight (``weight_norm``) does not, except in `_OF_LAYERS`.
     """
     origin: list[int] = []
     """Value -> the value that it is another form of."""
@@ -74,7 +74,7 @@ def find(tape: Tape) -> frozenset[int]:
         name = instruction.name
         if node.is_parameter:
             inputs.add(first)
-        elif name in _CONVOLUTIONS:
+        elif name in _OF_LAYERS:
             found.add(first)
         elif name in _SUMS:
             results = {out.size for out in instruction.outs if out is not None}

@@ -57,6 +57,14 @@ RANK_REVEALING = ("gelsd", "gelss", "gelsy")
 """Least-squares drivers that return the rank."""
 
 
+@_of("linear_backward")
+def _linear_backward(
+    x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, wanted: list[bool]
+) -> tuple[torch.Tensor | None, ...]:
+    shapes = x.shape, weight.shape, weight.shape[:-1]
+    return tuple(grad.new_empty(shape) if want else None for shape, want in zip(shapes, wanted, strict=True))
+
+
 # -- recurrent cells --------------------------------------------------------------------------------------------------
 
 
