@@ -16,7 +16,7 @@ from xla_amp.lazy.graph.trace import Buffer, add_parameter, cast, conversions, r
 from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.ops.checks import shape_inference
 from xla_amp.lazy.ops.operators import KernelTable, on_key
-from xla_amp.lazy.steps.loops import flush_if_full
+from xla_amp.lazy.steps.loops import flush_if_full, look
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import forks
@@ -149,18 +149,20 @@ def _to_copy(
     memory_format: Any = None,
 ) -> torch.Tensor:
     # 40 % of the operations of a mixed-precision step are casts of whole tensors, so these have a fast path.
-    if device is None and type(self) in tensor_io.PLAIN and (buffer := self.untyped_storage()._xla_amp) is not None:  # type: ignore[attr-defined]
-        with trace.lock:
-            value_spec = buffer.spec
-            found = conversions.get((value_spec, dtype))
-            if (
-                found is not None
-                and buffer.unrecorded is None
-                and self.shape == value_spec.shape
-                and self.is_contiguous()
-                and self.dtype is value_spec.dtype
-            ):
-                flush_if_full()
+    here = device is None or (device.type == DEVICE_TYPE and not device.index)
+    if here and type(self) in tensor_io.PLAIN and (buffer := self.untyped_storage()._xla_amp) is not None:  # type: ignore[attr-defined]
+        value_spec = buffer.spec
+        found = conversions.get((value_spec, dtype))
+        if (
+            found is not None
+            and buffer.unrecorded is None
+            and self.shape == value_spec.shape
+            and self.is_contiguous()
+            and self.dtype is value_spec.dtype
+        ):
+            with trace.lock:
+                if trace.count > trace.limit:
+                    look()
                 number = record(found, buffer.number if buffer.number >= 0 else add_parameter(buffer))
                 return tensor_io.new_tensor(found.outs[0], number)  # type: ignore[arg-type]
     return _copied(self, dtype or self.dtype, device)

@@ -34,7 +34,7 @@ def find(name: str) -> Any | None:
 def on_key(name: str, dispatch_key: str) -> Callable[..., Any]:
     """The kernel that torch has for an operator on another dispatch key."""
     keys = torch.DispatchKeySet(getattr(torch.DispatchKey, dispatch_key))
-    return functools.partial(find(name).redispatch, keys)  # type: ignore[union-attr]
+    return functools.partial(torch.library.get_kernel(find(name), dispatch_key).call_boxed, keys)  # type: ignore[arg-type]
 
 
 def functional_arguments(operator: Any) -> list[tuple[str, str]]:
