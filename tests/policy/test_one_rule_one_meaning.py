@@ -218,7 +218,7 @@ def test_one_operation_has_names_in_three_vocabularies(names: Any, vocabulary: A
     operation, *same = meanings(vocabulary, native)
     for name in names:
         with policy.override({name: "fp32_append"}):
-            assert policy.resolve("cpu").decide(operation, None, tuple(same)).cast == "fp32_append", name
+            assert policy.resolve("cpu").decision(operation, None, tuple(same)).cast == "fp32_append", name
 
 
 def test_a_product_with_batch_axes_is_no_linear(report: ExplainReport) -> None:
