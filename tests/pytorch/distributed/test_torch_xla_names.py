@@ -203,10 +203,12 @@ with torch.autocast("jax"):
 
 @pytest.mark.full
 def test_importing_the_device_registers_its_name():
-    environment = config.child_environment({"JAX_PLATFORMS": "cpu"})
+    """torch_xla's switch of dtypes, which acts there without a region, is warned of."""
+    environment = config.child_environment({"JAX_PLATFORMS": "cpu", "XLA_USE_BF16": "1"})
     done = subprocess.run([sys.executable, "-c", DEVICE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "2.0", "jax", "True", "torch.bfloat16"]
+    assert done.stderr.count("XLA_USE_BF16 has no effect on the lazy device") == 1
 
 
 def test_the_page_has_every_name():

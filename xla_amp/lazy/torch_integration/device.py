@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from xla_amp.backends import dynamo
-from xla_amp.common import config
+from xla_amp.common import config, events
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.graph.trace import trace
@@ -234,6 +234,11 @@ def device() -> torch.device:
             _install_kernels()
             trace.clear()  # sets the first limit
             _started = True
+            for name in config.legacy_dtype_flags():
+                events.warn(
+                    f"{name} has no effect on the lazy device, whose tensors keep their dtype: compute in 16 bits "
+                    "under xla_amp.autocast(xla_amp.xla_device())"
+                )
     return torch.device(DEVICE_TYPE, 0)
 
 
