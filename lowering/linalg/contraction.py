@@ -32,7 +32,7 @@ from jax import lax
 
 from xla_amp import hardware
 from xla_amp.lowering import forms
-from xla_amp.lowering.operand import Permuted, as_dtype, is_half, materialize, opmath, up
+from xla_amp.lowering.operand import Permuted, as_dtype, is_half, materialize, opmath, sums_of_rows, up
 from xla_amp.lowering.registry import register
 
 _BLOCKS = (64, 32, 16, 8)
@@ -270,7 +270,7 @@ def linear_backward(
     if output_mask[1]:
         grad_weight = mm(_transposed(rows), _rows(x), platform=platform, wide=wide)
     if output_mask[2]:
-        grad_bias = jnp.sum(up(materialize(rows)), axis=0)
+        (grad_bias,) = sums_of_rows([up(materialize(rows))], 1, platform)
     return grad_x, grad_weight, grad_bias
 
 

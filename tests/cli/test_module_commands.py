@@ -121,12 +121,6 @@ def test_samples_keep_what_overflows(run, folder):
     assert products == [2, 2, 1]
 
 
-def test_convert_in_place(run, folder):
-    assert run("convert", "net.mlir", "-o", "net.mlir")[0] == 0
-    assert "bf16" in (folder / "net.mlir").read_text()
-    assert sorted(path.name for path in folder.iterdir()) == ["net.jax_export", "net.mlir", "samples.npz"]
-
-
 def test_inspect(run):
     status, out, err = run("inspect", "net.mlir")
     assert (status, err) == (0, "")

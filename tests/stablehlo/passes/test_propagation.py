@@ -42,7 +42,13 @@ def why(converted: Converted, operation: str) -> str:
 BETWEEN = [
     # (operation between two dots on %a, compute dtype, words of the reason)
     ("%b = stablehlo.tanh %a : tensor<4x4xf32>", "tanh", "bfloat16", "between two low"),
-    ("%b = stablehlo.multiply %a, %a : tensor<4x4xf32>", "multiply", "bfloat16", "between two low"),
+    (
+        "%n = stablehlo.negate %a : tensor<4x4xf32>\n%b = stablehlo.multiply %a, %n : tensor<4x4xf32>",
+        "multiply",
+        "bfloat16",
+        "between two low",
+    ),
+    ("%b = stablehlo.multiply %a, %a : tensor<4x4xf32>", "multiply.square", "float32", ""),
     ("%b = stablehlo.transpose %a, dims = [1, 0] : (tensor<4x4xf32>) -> tensor<4x4xf32>", "transpose", "bfloat16", ""),
     ("%b = stablehlo.exponential %a : tensor<4x4xf32>", "exponential", "float32", "range"),
     ("%b = stablehlo.rsqrt %a : tensor<4x4xf32>", "rsqrt", "float32", ""),

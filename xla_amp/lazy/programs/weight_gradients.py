@@ -18,7 +18,8 @@ _PRODUCTS: Final = frozenset({"addmm", "baddbmm", "bmm", "mm"})
 """Their last two operands are the factors."""
 _GRADIENTS: Final = frozenset({"bmm", "mm"})
 """The products that autograd's formulas for `_PRODUCTS` use."""
-_OF_LAYERS: Final = frozenset({"convolution_backward", "convolution_backward_overrideable", "linear_backward"})
+_LINEAR_BACKWARD: Final = "linear_backward"
+_OF_LAYERS: Final = frozenset({"convolution_backward", "convolution_backward_overrideable", _LINEAR_BACKWARD})
 """They give the gradient of the weight, their third operand, together with that of the data."""
 
 _SUMS: Final = frozenset(
@@ -47,6 +48,8 @@ def joined_once(tape: Tape) -> frozenset[int]:
         name = node.instruction.name
         if name in _PRODUCTS:
             readers.update({origin[operand] for operand in node.inputs[-2:]})
+        elif name == _LINEAR_BACKWARD:  # its products read the gradient of the layer's result
+            readers[origin[node.inputs[1]]] += 2
         if name in _JOINS:
             joined.add(node.first)
         same = name in _SAME_VALUE and len(node.inputs) == 1
