@@ -293,7 +293,7 @@ def _traced(kernel: Kernel) -> Kernel:
     """TorchScript's tracer leaves this operation to its kernel: torch's devices call ``_convolution``."""
 
     def convolution(*args: Any) -> torch.Tensor:
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return aten._convolution.default(*args, False, False, False, False)  # type: ignore[no-any-return]
         return kernel(*args)  # type: ignore[no-any-return]
 

@@ -255,7 +255,7 @@ def _install_kernels() -> None:
             _implement("aten", name, kernel)  # where autograd is off (inference mode)
         _implement("aten", name, kernel, "AutogradPrivateUse1")
     for name, wrap in composites.AUTOGRAD_WRAPPERS.items():
-        autograd = torch.library.get_kernel(operators.find(name), "AutogradPrivateUse1")  # there since ours is
+        autograd = torch.library.get_kernel(f"aten::{name}", "AutogradPrivateUse1")  # there since ours is
         _implement("aten", name, wrap(autograd.call_boxed), "AutogradPrivateUse1")
     for name, kernel in composites.AUTOCAST_KERNELS.items():
         _implement("torchvision", name, kernel, "AutocastPrivateUse1")
