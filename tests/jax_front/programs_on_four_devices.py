@@ -22,9 +22,12 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, auto_axes, explicit_axes, reshard
 from jax.sharding import PartitionSpec as P
 
+from xla_amp import hardware
 from xla_amp.jax import LossScale, autocast, monitor, skip_nonfinite, statistics, value_and_grad
 
 E, A = AxisType.Explicit, AxisType.Auto
+PROCESSOR = hardware.processor()
+hardware.processor = lambda: PROCESSOR._replace(flags=PROCESSOR.flags | {"avx512_bf16"})  # as in conftest
 MESHES = {
     "data": ((4,), ("data",), (E,)),
     "tensor": ((4,), ("model",), (E,)),

@@ -21,6 +21,7 @@ from torch import nn
 
 import xla_amp
 from xla_amp import xla_model as xm
+from xla_amp.common import config
 from xla_amp.lazy.distributed import consistency
 
 FIRST, STEPS = 4, 8
@@ -51,7 +52,7 @@ def go_another_way(case, loss, model, device):
 
 def train(case, rank):
     if case == "version" and rank == 1:
-        consistency._version = lambda: "0.0.1"
+        config.version = lambda: "0.0.1"
     device = xla_amp.xla_device()
     torch.manual_seed(0)
     model = nn.Linear(8, 8).to(device)
