@@ -190,7 +190,7 @@ def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradSc
         scaler.update()
         return loss.detach()
 
-    on_the_device = DEVICE.value == "xla" and SYNCFREE.value and xm.xrt_world_size() == 1
+    on_the_device = next(model.parameters()).device.type == "jax" and SYNCFREE.value and xm.xrt_world_size() == 1
     return xla_amp.compile(step) if on_the_device else step
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -137,8 +137,11 @@ class Engine(Protocol):
     def zeros(self, wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor] | None:
         """Contiguous zeros of each shape and dtype, made outside the step; None if the step must make them."""
 
-    def guard(self) -> contextlib.AbstractContextManager[Guard]:
-        """Context manager with a guard of what its block writes to tensors."""
+    def guard(self, tensors: Callable[[], Iterable[torch.Tensor]] = tuple) -> contextlib.AbstractContextManager[Guard]:
+        """Context manager with a guard of what its block writes to tensors.
+
+        `tensors`: those that it may write to, for an engine that cannot see the writes.
+        """
 
     def manual_seed(self, seed: int) -> None:
         """Seeds the device's random generator."""

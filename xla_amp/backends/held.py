@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from xla_amp.backends import devices
+from xla_amp.backends import base, devices
 from xla_amp.errors import StepError
 
 Path = tuple[Any, ...]
@@ -104,6 +104,12 @@ def leaves(
                 yield Leaf((*path, key), held, key, value)
 
 
+def device_tensors(owner: Any) -> Iterator[torch.Tensor]:
+    """The dense tensors on an XLA device that `owner` holds, each once."""
+    held = {id(leaf.value): leaf.value for leaf in leaves(owner) if isinstance(leaf.value, torch.Tensor)}
+    return (each for each in held.values() if each.layout is torch.strided and devices.is_xla(each.device.type))
+
+
 def storage_id(storage: Any) -> int:
     """The same for all objects that are one storage."""
     return int(storage._cdata)
@@ -176,7 +182,7 @@ class Held(Saved):
     def __init__(self, owner: Optimizer) -> None:
         super().__init__(owner)
         self._storages: dict[int, tuple[torch.Tensor, Any]] = {}
-        """By ``id`` of a tensor on an XLA device: the tensor and its storage."""
+        """By ``id`` of a tensor on an XLA device: the tensor and, on the lazy device, its storage."""
         self._copies: dict[int, tuple[Any, Any]] = {}
         """By ``id`` of a tensor or an array on the host: it and a copy."""
         for held in self._held:
@@ -184,7 +190,9 @@ class Held(Saved):
             for value in _values(content):
                 if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                     if devices.is_xla(value.device.type):
-                        self._storages[id(value)] = value, value.untyped_storage()
+                        # Values of torch_xla's tensors are not in their storages.
+                        has_storage = value.device.type == base.LAZY
+                        self._storages[id(value)] = value, value.untyped_storage() if has_storage else None
                     else:
                         self._copies[id(value)] = value, value.detach().clone()
                 elif isinstance(value, np.ndarray):
@@ -228,7 +236,7 @@ class Held(Saved):
         if before is not after:
             return type(before) is type(after) and not isinstance(before, torch.Tensor) and _equal(before, after)
         if (saved := self._storages.get(id(before))) is not None:
-            return storage_id(before.untyped_storage()) == storage_id(saved[1])
+            return saved[1] is None or storage_id(before.untyped_storage()) == storage_id(saved[1])
         return id(before) not in self._copies or _equal(*self._copies[id(before)])
 
     @torch.no_grad()
@@ -241,7 +249,7 @@ class Held(Saved):
         super().restore()
         for tensor, storage in self._storages.values():
             now = tensor.untyped_storage()
-            if storage_id(now) != storage_id(storage):
+            if storage is not None and storage_id(now) != storage_id(storage):
                 if now.nbytes() != storage.nbytes():
                     raise StepError(
                         f"{type(self._owner).__name__}.step() has changed the size of a tensor, in a step that the "

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from xla_amp.backends import capturable, devices, held, initial_state
+from xla_amp.backends import base, capturable, devices, held, initial_state
 from xla_amp.common import events
 
 
@@ -55,7 +55,9 @@ def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Calla
         return None if found_inf.item() else step()
     with _counting_on_device(optimizer):
         decides = _decides.get(optimizer)
-        if decides is _Decides.DEVICE or (decides is None and initial_state.has_torchs_step(optimizer)):
+        # torch_xla gives wrong gradients to a second optimizer where the flag of the first is read before its step.
+        on_torch_xla = devices.engine().DEVICE_TYPE != base.LAZY
+        if on_torch_xla or decides is _Decides.DEVICE or (decides is None and initial_state.has_torchs_step(optimizer)):
             return _undone(optimizer, found_inf, step)
         if found_inf.item():
             return None
@@ -64,7 +66,7 @@ def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Calla
 
 def _undone(optimizer: Optimizer, found_inf: torch.Tensor, step: Callable[[], Any]) -> Any:
     """A step that the device undoes where `found_inf` is not zero; also on the host, if it has changed values there."""
-    with devices.engine().guard() as guard:
+    with devices.engine().guard(functools.partial(held.device_tensors, optimizer)) as guard:
         before = held.Held(optimizer)
         try:
             result = step()
@@ -75,6 +77,8 @@ def _undone(optimizer: Optimizer, found_inf: torch.Tensor, step: Callable[[], An
                 raise
             result, waited, change = None, True, held.Change([], None, created=True)
         guard.undo(found_inf, change.replaced)
+    if change.path is not None and devices.engine().DEVICE_TYPE != base.LAZY:
+        _warn(optimizer, change.path)
     if change.path is not None or waited:
         _decides[optimizer] = _Decides.HOST_FOR_NOW
     if (change.path is not None or change.created) and found_inf.item():
@@ -85,7 +89,7 @@ def _undone(optimizer: Optimizer, found_inf: torch.Tensor, step: Callable[[], An
 
 def _watched(optimizer: Optimizer, step: Callable[[], Any]) -> Any:
     """A step that is not skipped; finds out who decides on the next ones."""
-    with devices.engine().guard() as guard:
+    with devices.engine().guard(functools.partial(held.device_tensors, optimizer)) as guard:
         before = held.Held(optimizer)
         result = step()
         waited, change = guard.waited(), before.change(guard.made)
@@ -95,14 +99,18 @@ def _watched(optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         decides = _Decides.HOST_FOR_NOW  # what is set in the first step only may stay
     else:
         decides = _Decides.HOST
-        what = "reads values of the device" if change.path is None else "keeps state on the host that changes"
-        where = "" if change.path is None else f" ({held.name(change.path)})"
-        events.warn(
-            f"{type(optimizer).__name__} {what} in every step{where}, so each step waits for the device to learn "
-            "whether it is skipped. xla_amp.syncfree.SGD, Adam and AdamW, and those of torch.optim, do not wait"
-        )
+        _warn(optimizer, change.path)
     _decides[optimizer] = decides
     return result
+
+
+def _warn(optimizer: Optimizer, path: held.Path | None) -> None:
+    what = "reads values of the device" if path is None else "keeps state on the host that changes"
+    where = "" if path is None else f" ({held.name(path)})"
+    events.warn(
+        f"{type(optimizer).__name__} {what} in every step{where}, so each step waits for the device to learn whether "
+        "it is skipped. xla_amp.syncfree.SGD, Adam and AdamW, and those of torch.optim, do not wait"
+    )
 
 
 @contextlib.contextmanager

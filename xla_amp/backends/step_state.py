@@ -110,7 +110,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def restored(objects: Iterable[Any]) -> Iterator[None]:
     """On exit, restores the values of tensors, `objects` (as for `StepState`) and random generators."""
-    state, written = StepState(objects), Written()
+    state, written = StepState(objects), _Written()
     try:
         with written:
             yield
@@ -119,7 +119,7 @@ def restored(objects: Iterable[Any]) -> Iterator[None]:
         written.restore()
 
 
-class Written(TorchDispatchMode):
+class _Written(TorchDispatchMode):
     """Copies tensors before operations write to them, except tensors that the step created."""
 
     def __init__(self) -> None:
@@ -144,18 +144,11 @@ class Written(TorchDispatchMode):
                 self._created[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
         return result
 
-    def made(self, tensor: torch.Tensor) -> bool:
-        """Whether an operation has made the memory of a tensor."""
-        return _storage(tensor) in self._created
-
-    def saved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Written tensors and their copies, in order: an earlier copy may overlap a later one, with older values."""
-        return list(self._saved.values())
-
     @torch.no_grad()
     def restore(self) -> None:
         """Writes the copies back."""
-        for tensor, value in reversed(self.saved()):
+        # In reverse order: an earlier copy may overlap a later one and has the older values.
+        for tensor, value in reversed(self._saved.values()):
             tensor.copy_(value)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from xla_amp.backends import step_state
 from xla_amp.backends.torch_xla import amp_kernels, fused_optimizers
 from xla_amp.backends.torch_xla.metrics import metrics as metrics
 from xla_amp.backends.torch_xla.metrics import steps_ended
@@ -135,37 +134,36 @@ def read_later(tensor: torch.Tensor) -> Read:
 
 
 class Guard:
-    """What a block writes, copied before; XLA removes copies that are not needed."""
+    """The values that tensors had when a block began, as copies; XLA removes those that are not needed.
 
-    def __init__(self, written: step_state.Written) -> None:
-        self._written = written
+    torch_xla makes functions of operations that write before Python could see them, so the tensors have to be known.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._saved = {id(tensor): (tensor.detach(), tensor, tensor.detach().clone()) for tensor in tensors}
 
     def waited(self) -> bool:
         """False."""
         return False
 
     def made(self, tensor: torch.Tensor) -> bool:
-        """Whether the block made the memory of a tensor."""
-        return self._written.made(tensor)
+        """Whether a tensor is newer than the block, as far as is known."""
+        return id(tensor) not in self._saved
 
     @torch.no_grad()
     def undo(self, found_inf: torch.Tensor, replaced: Sequence[tuple[torch.Tensor, torch.Tensor, Any]] = ()) -> None:
         """Undoes the writes where `found_inf` (a scalar) is not zero; `replaced` as in `base.Guard`."""
         put_back = found_inf.reshape(()) != 0
-        for tensor, value in reversed(self._written.saved()):
-            tensor.copy_(torch.where(put_back, value, tensor))
-        for new, old, storage in replaced:
-            view = old.storage_offset(), old.shape, old.stride()
-            before = torch.empty(0, dtype=old.dtype, device=old.device).set_(storage, *view)
-            new.copy_(torch.where(put_back, before, new))
+        for written, _, value in self._saved.values():
+            written.copy_(torch.where(put_back, value, written))
+        for new, old, _ in replaced:
+            new.copy_(torch.where(put_back, self._saved[id(old)][2] if id(old) in self._saved else old, new))
 
 
 @contextlib.contextmanager
-def guard() -> Iterator[Guard]:
-    """Context manager with the guard of its block."""
-    written = step_state.Written()
-    with written:
-        yield Guard(written)
+def guard(tensors: Callable[[], Iterable[torch.Tensor]] = tuple) -> Iterator[Guard]:
+    """Context manager with the guard of its block; `tensors` gives those that it may write to."""
+    yield Guard(tensors())
 
 
 # ---- random numbers --------------------------------------------------------------------------------------------------

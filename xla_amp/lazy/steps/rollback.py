@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,8 +31,8 @@ _Reference = weakref.ref[Buffer]
 
 
 @contextlib.contextmanager
-def guard() -> Iterator[Guard]:
-    """Context manager with the `Guard` of its block."""
+def guard(tensors: Callable[[], Iterable[torch.Tensor]] = tuple) -> Iterator[Guard]:
+    """Context manager with the `Guard` of its block, whose writes are recorded: `tensors` is for other engines."""
     made = Guard()
     trace.guards += 1
     try:
