@@ -166,7 +166,7 @@ class Contestant:
 
 
 class Race:
-    """The peers of one workload: their processes, and what is known of each."""
+    """The peers of one workload: their processes and their measurements."""
 
     def __init__(self, workload: str, options: argparse.Namespace) -> None:
         self.workload, self.options = workload, options

@@ -177,7 +177,7 @@ def tree() -> str:
 
 
 class Day:
-    """One call: its parts, its clock and what is known of each part, by earlier calls with the same tree, too.
+    """One call: its parts, its clock and the results of each part, including those of earlier calls with the same tree.
 
     Args:
         parts: in order.

@@ -43,7 +43,7 @@ def _digamma(x: jax.Array) -> jax.Array:
 
 
 def _sinc(x: jax.Array) -> jax.Array:
-    """1 at 0 is a constant, not the ``0 * x + 1`` of `jnp.sinc`; torch's gradient is an operation of its own."""
+    """1 at 0 is a constant, not the ``0 * x + 1`` of `jnp.sinc`; torch differentiates it by a separate operation."""
     angle = jnp.pi * jnp.where(x == 0, 1, x)
     return jnp.where(x == 0, 1, jnp.sin(angle) / angle)
 
