@@ -36,6 +36,7 @@ from xla_amp.jax import compat, rebind
 from xla_amp.jax.decisions import F32
 from xla_amp.jax.primitives import info
 from xla_amp.lowering.linalg.contraction import contract
+from xla_amp.policy import beside_low
 
 _OWN_PARAMS = {"precision": None, "preferred_element_type": None}
 """Parameters that the low-precision primitive sets itself."""
@@ -170,8 +171,8 @@ def sums_nothing(primitive: Any, params: dict[str, Any], left: Any, right: Any) 
 
 
 def result_axes(
-    primitive: Any, params: dict[str, Any], left: Any, right: Any, weights: Sequence[bool]
-) -> tuple[frozenset[int], ...]:
+    primitive: Any, params: dict[str, Any], left: Any, right: Any, weights: tuple[bool, bool]
+) -> beside_low.Axes:
     """The axes of a contraction's result along which a bias varies: `xla_amp.jax.value_info.Facts.axes`.
 
     `left` and `right` are the operands, or their types; `weights`: which of them are.
@@ -179,14 +180,10 @@ def result_axes(
     numbers: Any = params.get("dimension_numbers")
     if primitive is lax.conv_general_dilated_p:
         return (frozenset({numbers.out_spec[1]}),)
-    if primitive is not lax.dot_general_p or not any(weights):
+    if primitive is not lax.dot_general_p:
         return ()
     (contracted, _), (batch, _) = numbers
-    middle = left.ndim - len(contracted)
-    last = middle + right.ndim - len(contracted) - len(batch)
-    free = (range(len(batch), middle), range(middle, last))
-    pairs = zip(free, weights, strict=True)
-    return tuple(frozenset((*range(len(batch)), *axes) if is_one else ()) for axes, is_one in pairs)
+    return beside_low.product_axes(left.ndim, right.ndim, contracted, batch, weights)
 
 
 def flops(primitive: Any, params: dict[str, Any], operands: Sequence[Any], outs: Sequence[Any]) -> int | None:

@@ -385,7 +385,7 @@ class Interpreter:
         result = contract_low(primitive, values, passed, params, low=low, out=out)
         if out != low:
             return values, Value(result)
-        axes = result_axes(primitive, params, used[0], used[1], [master is not None for master in masters])
+        axes = result_axes(primitive, params, used[0], used[1], (masters[0] is not None, masters[1] is not None))
         return values, Value(result, Facts(axes=axes))
 
     def _inside(

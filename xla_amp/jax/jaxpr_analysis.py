@@ -14,7 +14,7 @@ from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import aten_product, sums_nothing
 from xla_amp.jax.decisions import asked_precision, decide, dtype_of
 from xla_amp.jax.primitives import info, name_of
-from xla_amp.policy import Policy
+from xla_amp.policy import Policy, beside_low
 
 _T = TypeVar("_T")
 _Rest = TypeVarTuple("_Rest")
@@ -129,21 +129,15 @@ def near_one(jaxpr: Any) -> frozenset[int]:
 
     In a low dtype ``1 - sigmoid(z)`` has lost all digits, or is 0.
     """
-    numbers: set[int] = set()
-    read: set[Any] = set()
-    for index in reversed(range(len(jaxpr.eqns))):
-        eqn = jaxpr.eqns[index]
-        kinds, variables = _near_one(eqn), _variables(eqn)
-        if not read.isdisjoint(eqn.outvars) and "ends" not in kinds:
-            if "made" in kinds:
-                numbers.add(index)
-            else:
-                read.update(variables)
-        if "read" in kinds:
-            read.update(variables)
-        elif kinds == {"divided"}:
-            read.update(compat.variables(eqn.invars[1:]))
-    return frozenset(numbers)
+    kinds = list(map(_near_one, jaxpr.eqns))
+    read: list[Any] = []
+    made: dict[Any, tuple[int, beside_low.NearOne, set[Any]]] = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        variables, each = _variables(eqn), kinds[index]
+        kind: beside_low.NearOne = "ends" if "ends" in each else "made" if "made" in each else ""
+        made.update(dict.fromkeys(eqn.outvars, (index, kind, variables)))
+        read += variables if "read" in each else compat.variables(eqn.invars[1:]) if each == {"divided"} else ()
+    return beside_low.near_one(read, made.get)
 
 
 def _near_one(eqn: Any) -> frozenset[str]:

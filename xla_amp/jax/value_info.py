@@ -12,10 +12,9 @@ a value is made once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -24,6 +23,7 @@ from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import low_copy
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
 from xla_amp.jax.primitives import NO_ROW, PrimitiveInfo, info
+from xla_amp.policy import beside_low
 from xla_amp.policy.cast_dtypes import cast_dtypes
 
 
@@ -38,9 +38,8 @@ class Facts(NamedTuple):
     """Whether its elements are 0 and 1, made from booleans: a product with it selects or counts."""
     widened: str = ""
     """The low dtype from which the program widened it; empty if it did not."""
-    axes: tuple[frozenset[int], ...] = ()
-    """Of a weight that was given: the axes that it varies along.  Of a product, or of a sum with one: those that its
-    left and its right weight gave it, or the feature axis of a convolution."""
+    axes: beside_low.Axes = ()
+    """Where it varies as a weight, or as the product of one (`xla_amp.policy.beside_low`)."""
 
 
 NOTHING = Facts()
@@ -119,6 +118,7 @@ class CastCache:
 
     def __init__(self, low: Any) -> None:
         self._low = low
+        self._numbers = beside_low.LOW_NUMBERS[low.name]
 
     def low_copy(self, value: Value) -> Any:
         """The low copy of `value`, made once; no gradient passes through that of a weight."""
@@ -136,7 +136,10 @@ class CastCache:
         if result is source.array:  # JAX returns the operand of a no-op
             return source
         known, row = source.facts, info(primitive.name)
-        axes = _axes_after(source, row, params, np.shape(result))
+        order, places = (params[name] if name else None for name in (row.axis_order, row.axis_places))
+        axes = beside_low.axes_after(
+            known.axes, np.shape(source.array), np.shape(result), order=order, places=places, weight=known.weight
+        )
         facts = Facts(constant=known.constant, selects=known.selects, widened=known.widened, axes=axes)
         if dtype_of(result) != dtype_of(source.array) or not known.weight:
             return Value(result, facts)
@@ -161,30 +164,15 @@ class CastCache:
         picks = row.kind == "clear" or row.picks
         if constant is None:
             return weak and not picks and not row.exact
-        if row.exact or not self._in_range(constant):
-            return row.exact and self._in_range(constant) and self._holds(constant)
-        return self._stays_apart(constant) if picks else weak or not np.ndim(value.array)
+        if row.exact or not self._numbers.in_range(constant):
+            return row.exact and self._numbers.in_range(constant) and self._numbers.holds(constant)
+        return self._numbers.stays_apart(constant) if picks else weak or not np.ndim(value.array)
 
     def stand_in(self, constant: float) -> float:
         """A number for `constant` wherever its value is not known: it adopts a low dtype where `constant` does."""
-        if self._holds(constant):
+        if self._numbers.holds(constant):
             return 1.0
-        return 1 / 3 if self._stays_apart(constant) else 1 - 1e-6
-
-    def _stays_apart(self, constant: float) -> bool:
-        """Whether the low dtype changes a number by no more than an ulp of its distance to 1."""
-        return abs(self._rounded(constant) - constant) <= float(jnp.finfo(self._low).eps) * abs(constant - 1)
-
-    def _rounded(self, constant: float) -> float:
-        return float(np.asarray(constant, np.float32).astype(self._low))
-
-    def _holds(self, constant: float) -> bool:
-        return self._rounded(constant) == constant
-
-    def _in_range(self, constant: float) -> bool:
-        # Subnormal numbers count as out of range: several devices flush them to zero.
-        limits = jnp.finfo(self._low)
-        return constant == 0 or float(limits.tiny) <= constant <= float(limits.max)
+        return 1 / 3 if self._numbers.stays_apart(constant) else 1 - 1e-6
 
     def cast_operands(
         self,
@@ -223,17 +211,9 @@ class CastCache:
 
 
 def _is_bias(value: Value, product: Value) -> bool:
-    """Whether `value` is a weight that varies along the same axes as one weight of `product`, the last among them."""
-    if not (value.facts.weight and value.facts.axes and product.facts.axes) or product.facts.weight:
+    if not value.facts.weight or product.facts.weight:
         return False
-    own, shape = np.shape(value.array), np.shape(product.array)
-    varies = {axis for axis in value.facts.axes[0] if own[axis] != 1}
-    return bool(value.facts.axes[0]) and any(
-        axes
-        and varies == {axis for axis in axes if shape[axis] != 1}
-        and (len(shape) - 1 in axes or len(product.facts.axes) == 1)
-        for axes in product.facts.axes
-    )
+    return beside_low.is_bias(value.facts.axes, np.shape(value.array), product.facts.axes, np.shape(product.array))
 
 
 def sum_of(values: Sequence[Value], result: Any) -> Value:
@@ -241,25 +221,7 @@ def sum_of(values: Sequence[Value], result: Any) -> Value:
     products = [v.facts.axes for v in values if v.facts.axes and not v.facts.weight]
     if not products or dtype_of(result) == F32:
         return inside(result)
-    first, last = products[0], products[-1]
-    return Value(result, Facts(axes=tuple(a & b for a, b in zip(first, last, strict=False))))
-
-
-def _axes_after(source: Value, row: PrimitiveInfo, params: Mapping[str, Any], after: Sequence[Any]) -> Any:
-    """`Facts.axes` of what data movement makes of `source`, in the shape `after`."""
-    known, before = source.facts, np.shape(source.array)
-    if row.axis_order:
-        places = {old: new for new, old in enumerate(params[row.axis_order])}
-    elif row.axis_places:
-        places = {old: new for old, new in enumerate(params[row.axis_places]) if before[old] == after[new]}
-    elif len(before) == len(after):
-        return known.axes
-    else:
-        old, new = ([axis for axis, size in enumerate(shape) if size != 1] for shape in (before, after))
-        if [before[axis] for axis in old] != [after[axis] for axis in new]:
-            return (frozenset(range(len(after))),) if known.weight else ()
-        places = dict(zip(old, new, strict=True))
-    return tuple(frozenset(places[axis] for axis in axes if axis in places) for axes in known.axes)
+    return Value(result, Facts(axes=beside_low.axes_of_sum(products)))
 
 
 def magnitude(value: Any) -> float | None:
