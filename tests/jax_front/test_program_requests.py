@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from beside_low_values import BIASES, BOUNDS, FAR, NO_BIAS
 from contractions import contractions
 from jax import lax
 
@@ -308,16 +309,6 @@ def product(x, w, low):
     return x @ w
 
 
-BOUNDS = {
-    "clip": lambda p: jnp.log(1 - jnp.clip(p, 1e-6, 1 - 1e-6)),
-    "minimum": lambda p: jnp.arctanh(jnp.minimum(jnp.abs(p), 1 - 1e-5)),
-    "clamp": lambda p: jnp.arccos(lax.clamp(-1 + 1e-6, p, 1 - 1e-6)),
-    "where": lambda p: 1 / (1 - jnp.where(p < 0.9999, p, 0.9999)),
-    "function": lambda p: jnp.log(1 - jax.jit(jnp.minimum)(p, 1 - 1e-6)),
-    "argument": lambda p: jax.jit(lambda p, eps: jnp.log(1 - jnp.minimum(p, 1 - eps)))(p, 1e-6),
-}
-
-
 @pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_bound_stays_below_1(name, low):
@@ -399,42 +390,12 @@ def test_a_sum_that_starts_as_an_array_is_float32(start):
     assert jnp.abs(got - exact).max() < bound
 
 
-FAR = jnp.linspace(69000.0, 71000.0, 8)
-NO_BIAS = {
-    "of rows": lambda h, w, v: v[:, None] + h @ w,
-    "a factor": lambda h, w, v: (h @ w) * v[:6],
-    "a divisor": lambda h, w, v: (h @ w) / v[:6],
-    "subtracted": lambda h, w, v: v[:6] - h @ w,
-    "computed": lambda h, w, v: h @ w + jnp.tanh(h[0, :6]) * 7e4,
-    "computed, in a loop": lambda h, w, v: lax.scan(lambda c, b: (c, h @ w + b), 0.0, jnp.tanh(h[:2, :6]) * 7e4)[1],
-    "of a matrix": lambda h, w, v: h @ w + (v[:, None] * jnp.ones(6)),
-    "a scalar": lambda h, w, v: h @ w + v[0],
-    "no product": lambda h, w, v: jnp.tanh(h @ w) + v[:6],
-    "of scores": lambda h, w, v: jnp.tanh(h) @ jnp.tanh(h).T + v,
-}
-
-
 @pytest.mark.parametrize("name", NO_BIAS)
 def test_an_array_that_is_no_bias_stays_float32(name):
     h, w = array(8, 16), 0.1 * array(16, 6, seed=1)
     got = jax.jit(autocast(NO_BIAS[name], dtype=jnp.float16))(h, w, FAR)
     expected = NO_BIAS[name](h, w, FAR)
     np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3 * float(jnp.abs(expected).max()))
-
-
-BIASES = {
-    "a layer": lambda h, w, b: h @ w + b,
-    "from the left": lambda h, w, b: b + h @ w,
-    "a row": lambda h, w, b: h @ w + b[None],
-    "spread": lambda h, w, b: h @ w + jnp.broadcast_to(b, (8, 6)),
-    "a sum of products": lambda h, w, b: h @ w + jnp.tanh(h) @ w + b,
-    "two": lambda h, w, b: h @ w + b + b,
-    "einsum": lambda h, w, b: jnp.einsum("bd,dh->bh", h, w) + b,
-    "mapped": lambda h, w, b: jax.vmap(lambda x: w.T @ x + b)(h),
-    "an ensemble": lambda h, w, b: jax.vmap(lambda w, b: h @ w + b)(w.reshape(2, 16, 3), b.reshape(2, 3)),
-    "a loop": lambda h, w, b: lax.scan(lambda c, b: (c, h @ w + b), 0.0, b[None])[1],
-    "one feature": lambda h, w, b: h @ w[:, :1] + b[:1],
-}
 
 
 @pytest.mark.parametrize("name", BIASES)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import module_runs
 import numpy as np
 import pytest
+from beside_low_values import BIASES, FAR, NO_BIAS
 
+from xla_amp.common import events
 from xla_amp.errors import ModuleError, PolicyError, RuleWarning, UnsupportedDtypeError
+from xla_amp.jax import autocast as jax_autocast
 from xla_amp.policy.op_catalog import catalogue
 from xla_amp.stablehlo import autocast, ir
 from xla_amp.stablehlo.passes.autocast import Converted
@@ -84,21 +90,46 @@ def test_deny_goes_forward_through_infer_and_stops_at_allow() -> None:
     assert runs_in(converted, "negate") == ["bfloat16"]
 
 
-def test_a_bias_is_low_and_a_target_is_not() -> None:
-    arguments = "%x: tensor<4x4xf32>, %w: tensor<4x4xf32>, %bias: tensor<4xf32>, %target: tensor<4x4xf32>"
-    converted = autocast(
-        main(
-            f"""%a = stablehlo.dot_general %x, %w, {DOT}
-            %b = stablehlo.broadcast_in_dim %bias, dims = [1] : (tensor<4xf32>) -> tensor<4x4xf32>
-            %c = stablehlo.add %a, %b : tensor<4x4xf32>
-            %d = stablehlo.subtract %c, %target : tensor<4x4xf32>
-            %out = stablehlo.dot_general %d, %w, {DOT}""",
-            arguments=arguments,
-        )
-    )
-    assert runs_in(converted, "add") == ["bfloat16"]
-    assert runs_in(converted, "broadcast_in_dim") == ["bfloat16"]
-    assert runs_in(converted, "subtract") == ["float32"]
+BESIDE = {
+    **BIASES,
+    **NO_BIAS,
+    "zeros": lambda h, w, b: jnp.zeros((8, 6)) + h @ w,
+    "a target": lambda h, w, b: h @ w + b[:6] - h[:, :6],
+    "read by a logarithm": lambda h, w, b: (2 * (p := jnp.tanh(h @ w)), jnp.log(1.01 - jnp.abs(p))),
+    "a divisor near 1": lambda h, w, b: (2 * (p := jnp.tanh(h @ w)), h[:, :6] / (1.01 - p)),
+    "a sum of exponentials": lambda h, w, b: (2 * (p := jnp.tanh(h @ w)), 1 / jnp.exp(p).sum()),
+    "a number": lambda h, w, b: (1 - 1e-6) * (h @ w),
+    "a bound": lambda h, w, b: 2 * jnp.minimum(h @ w, 1 - 1e-6),
+    "a far bound": lambda h, w, b: 2 * jnp.clip(h @ w, -0.1, 5.5),
+    "a mask": lambda h, w, b: 2 * jnp.where(h[:, :6] > 0, h @ w, -1e9),
+    "a table": lambda h, w, b: (h @ w) * np.arange(1.0, 7.0, dtype=np.float32),
+    "a held bias": lambda h, w, b: h @ w + np.arange(1.0, 7.0, dtype=np.float32),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_the_fronts_agree_about_what_is_beside_a_low_value(name: str) -> None:
+    def between(h: jax.Array, w: jax.Array, vector: jax.Array) -> Any:
+        made = BESIDE[name](h, w, vector)
+        found, *more = made if isinstance(made, tuple) else (made,)
+        return jnp.einsum("...ab,ac->...bc", found, jnp.ones((found.shape[-2], 4))), more
+
+    given = jnp.ones((8, 16)), jnp.ones((16, 6)), FAR if name in NO_BIAS else FAR[:6]
+    with events.capture() as records:
+        jax.make_jaxpr(jax_autocast(between, dtype="bfloat16"))(*given)
+    ours = autocast(jax.jit(between).lower(*given)).report.operations
+    fronts = [
+        sorted((each.aten.partition(".")[0], each.after) for each in ours),
+        sorted((each.operation.partition(".")[0], each.after.rpartition(" ")[2]) for each in records),
+    ]
+    compared = {"add", "mul", "div", "sub", "tanh", "minimum", "clamp", "where"}
+    found, expected = ([each for each in front if each[0] in compared] for front in fronts)
+    assert found == expected
+    assert ("bfloat16" in {dtype for _, dtype in found}) == (name in BIASES or name in LOW_BESIDE)
+
+
+LOW_BESIDE = {"a target", "a sum of exponentials", "a number", "a far bound", "a mask", "a held bias", "no product"}
+"""Where something is low beside the products."""
 
 
 def test_sums_stay_wide_whatever_the_policy_says() -> None:

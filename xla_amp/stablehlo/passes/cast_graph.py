@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from xla_amp.policy.beside_low import NearOne
 from xla_amp.stablehlo import ir, surgery
 from xla_amp.stablehlo.passes import composites, loop_ends
 from xla_amp.stablehlo.passes.op_table import Classifier, Colour, OpClass, Structure
@@ -64,6 +65,26 @@ class CastNode:
         self.operands: list[OpOperand] = []
         self.writes: list[Any] = []
         """Values to retype when it is low."""
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds two values element by element."""
+        return self.op_class is not None and self.op_class.row.adds and self.index is None
+
+    @property
+    def moves(self) -> bool:
+        """Whether it only passes on or moves the elements of values, which are its operands."""
+        passes = self.index is not None or (self.op_class is not None and self.op_class.row.moves)
+        return self.colour == "clear" and bool(self.inputs) and passes
+
+    @property
+    def near_one(self) -> NearOne:
+        """What it is to values near 1 (`xla_amp.policy.beside_low`)."""
+        if self.op_class is None:
+            return ""
+        if self.structure in ("op", "cast", "identity", "inline", "call"):
+            return self.op_class.row.near_one
+        return "" if self.structure == "body" and self.colour == "clear" else "ends"
 
 
 class _Function:
@@ -144,6 +165,10 @@ class CastGraph:
         return called - opaque - public, opaque
 
     # Nodes and slots.
+
+    def number(self, node: CastNode) -> int:
+        """The number of a node among `nodes`."""
+        return self._index[node]
 
     def _add(self, node: CastNode) -> CastNode:
         self._index[node] = len(self.nodes)

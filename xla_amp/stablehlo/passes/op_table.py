@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
+from xla_amp.policy.beside_low import NearOne
 from xla_amp.policy.cast_dtypes import cast_dtypes
 from xla_amp.policy.op_catalog import WHILE_LOOP, meanings, same_as
 from xla_amp.policy.policy import Decision, Match, Policy
@@ -49,6 +50,12 @@ class OperationRow(NamedTuple):
     """Whether the built-in rules of a policy decide it, too."""
     exact: bool
     """Whether it tells apart what a low dtype makes equal."""
+    adds: bool
+    """Whether it adds two values."""
+    moves: bool
+    """Whether its result has the elements of its one operand."""
+    near_one: NearOne
+    """What it is to values near 1."""
     why: str
 
 
@@ -68,8 +75,13 @@ class OpClass(NamedTuple):
     """The user's rules that reach it."""
     fixed: bool
     """Whether its row lets no rule make it low."""
-    exact: bool = False
-    """Whether it tells apart what a low dtype makes equal."""
+    row: OperationRow
+    """Its row in the table."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether it tells apart what a low dtype makes equal."""
+        return self.row.exact
 
     @property
     def inside(self) -> bool:
@@ -126,6 +138,9 @@ def _row(entry: Mapping[str, Any]) -> OperationRow:
         entry.get("upstream", True),
         entry.get("builtin", True),
         entry.get("exact", False),
+        entry.get("adds", False),
+        entry.get("moves", False),
+        entry.get("near_one", ""),
         entry["why"],
     )
 
@@ -164,12 +179,13 @@ class Classifier:
         shown = marked.operation.partition(".")[0]
         if decision.cast == "ban":
             raise PolicyError(f"{shown}: the policy {self.policy.name!r} bans it: {decision.why}")
+        known = table().rows.get(table_name(operation)) or table().rows.get(_base(table_name(operation)))
+        row = known or table().unknown
         if marked.is_edge:
-            return OpClass(shown, _colour(decision, "deny"), "op", False, decision.why, decision, reached, False)
-        row = table().rows.get(table_name(operation)) or table().rows.get(_base(table_name(operation)))
-        structure = row.structure if row else "op"
+            return OpClass(shown, _colour(decision, "deny"), "op", False, decision.why, decision, reached, False, row)
+        structure = known.structure if known else "op"
         name, why = operation.name.removeprefix(_DIALECT), f"a part of {shown}, which computes in float32"
-        return OpClass(name, "deny", structure, False, why, None, frozenset(), True)
+        return OpClass(name, "deny", structure, False, why, None, frozenset(), True, row)
 
     def _decide(self, name: str, module_path: str | None) -> OpClass:
         row = table().rows.get(name) or table().rows.get(_base(name)) or table().unknown
@@ -192,7 +208,7 @@ class Classifier:
             if colour != row.colour:
                 why = decision.why
         shown = name if name in table().rows or _base(name) not in _PRODUCTS else _base(name)
-        return OpClass(shown, colour, row.structure, row.upstream, why, decision, reached, fixed, row.exact)
+        return OpClass(shown, colour, row.structure, row.upstream, why, decision, reached, fixed, row)
 
 
 _PRODUCTS: Final = ("dot_general",)

@@ -6,8 +6,8 @@ The phases, each linear in the size of the graph:
 2. a value that a loop adds to itself stays float32 (a running sum);
 3. a contraction that only exact operations (comparisons, roundings) and the caller read, also behind clear ones, gives
    float32 directly from its accumulator;
-4. infer and clear operations between two allow operations become low, if every operand is low, a constant that fits,
-   or, for infer, a small argument spread over a large value (a bias);
+4. infer and clear operations between two allow operations become low, if every operand is low, a number that fits, or
+   the bias of a product (`xla_amp.policy.beside_low`);
 5. clear operations whose users all read low become low: the cast moves before them and no value changes;
 6. a contraction whose result no further contraction depends on (a weight gradient, the program's result) gives
    float32 directly from its accumulator, unless an operation reads it low;
@@ -25,8 +25,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from xla_amp.policy import beside_low
 from xla_amp.policy.policy import ENDS_BY_FLOATS
-from xla_amp.stablehlo import constants, ir
+from xla_amp.stablehlo import constants
+from xla_amp.stablehlo.passes.biases import biases
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, CastNode
 
 _UNDECIDED: Final = ("widest", "infer", "clear")
@@ -38,6 +40,7 @@ class ConstantRange:
 
     def __init__(self, low: np.dtype[Any]) -> None:
         self.low = low
+        self.numbers = beside_low.LOW_NUMBERS[low.name]  # type: ignore[index]
 
     def problem(self, values: np.ndarray[Any, Any] | None) -> str:
         """Why `values` (float32) must stay float32; empty if none overflows or becomes zero."""
@@ -69,8 +72,8 @@ class Propagation:
         self.keep_io = keep_io
         self.constant: dict[int, bool] = {}
         """Slots computed from constants only -> whether narrowing them is exact."""
-        self.numbers: set[int] = set()
-        """Slots of `constant` whose elements are all equal."""
+        self.magnitudes: dict[int, float] = {}
+        """Slots of `constant` whose elements are all one number -> its magnitude; 0 if it is not finite."""
         self.wide: set[int] = set()
         """Results that low contractions give in float32, and statistics of norms."""
         for node in self.nodes:
@@ -89,10 +92,11 @@ class Propagation:
         for number in allowed:
             self.nodes[number].low = True
         self._narrowing()
+        self._near_one()
         self._deny_forward()
         self._running_sums()
         self._exact_reads(allowed)
-        self._spread = self._spread_arguments()
+        self._biases = biases(self.graph)
         down = self._reach(allowed, forward=True)
         widest = {number for number in down if self.nodes[number].colour == "widest"}
         up = self._reach([*allowed, *widest], forward=False)
@@ -127,20 +131,27 @@ class Propagation:
     # Phase 0: constants.
 
     def _constants(self) -> None:
-        for node in self.nodes:
-            if not node.outputs or node.index is not None:
+        unread = deque(range(len(self.nodes)))
+        while unread:
+            node = self.nodes[unread.popleft()]
+            if not node.outputs or node.boundary or node.outputs[0] in self.constant:
                 continue
+            slots = {slot for slot in node.inputs if slot not in node.outputs}
             if node.structure == "constant":
                 values = constants.array_of(node.operation.attributes["value"])
                 node.keep_reason = node.keep_reason or self.range.problem(values)
                 self.constant[node.outputs[0]] = values is not None and self.range.exact(values)
                 if values is not None and (values.size < 2 or np.ptp(values) == 0):
-                    self.numbers.add(node.outputs[0])
-            elif node.inputs and node.colour == "clear" and all(slot in self.constant for slot in node.inputs):
-                exact = all(self.constant[slot] for slot in node.inputs)
-                self.constant.update((slot, exact) for slot in node.outputs)
-                if self.numbers.issuperset(node.inputs):
-                    self.numbers.update(node.outputs)
+                    number = float(np.abs(values.flat[0])) if values.size else 0.0
+                    self.magnitudes[node.outputs[0]] = number if np.isfinite(number) else 0.0
+            elif slots and node.colour == "clear" and all(slot in self.constant for slot in slots):
+                found = {self.magnitudes[slot] for slot in slots if slot in self.magnitudes}
+                self.constant.update(dict.fromkeys(node.outputs, all(self.constant[slot] for slot in slots)))
+                if node.moves and len(found) == 1 and self.magnitudes.keys() >= slots:
+                    self.magnitudes[node.outputs[0]] = found.pop()
+            else:
+                continue
+            unread.extend(user for slot in node.outputs for user in self.users[slot])
         # Operations that read a constant out of range cannot be low, nor can those that read it through clear nodes.
         todo = deque(
             (slot, node.keep_reason)
@@ -158,6 +169,20 @@ class Propagation:
                         todo.extend((out, why) for out in user.outputs)
 
     # Phase 1.
+
+    def _near_one(self) -> None:
+        read: list[int] = []
+        for node in self.nodes:
+            if node.near_one in ("read", "divided"):
+                read += [each.slot for each in node.operands if node.near_one == "read" or each.position == 1]
+
+        def maker(slot: int) -> tuple[int, beside_low.NearOne, list[int]] | None:
+            number = self.producer[slot]
+            node = self.nodes[number]
+            return (number, node.near_one, node.inputs) if self._free(node) else None
+
+        for node in map(self.nodes.__getitem__, beside_low.near_one(read, maker)):
+            node.keep_reason = node.why = "a logarithm, a root or a divisor reads how near its result is to 1"
 
     def _deny_forward(self) -> None:
         sources = [number for number, node in enumerate(self.nodes) if node.colour == "deny"]
@@ -229,31 +254,6 @@ class Propagation:
 
     # Phases 4 and 7.
 
-    def _spread_arguments(self) -> set[int]:
-        """Slots that hold an argument of the program broadcast to more elements, without arithmetic."""
-        sources = {n for n, node in enumerate(self.nodes) if node.outputs and (node.boundary or _moves(node))}
-        todo = [number for number in sources if not self._reads_only(number, sources)]
-        while todo:
-            number = todo.pop()
-            if number in sources:
-                sources.discard(number)
-                users = (user for slot in self.nodes[number].outputs for user in self.users[slot])
-                todo.extend(user for user in users if user in sources)
-        spread: set[int] = set()
-        todo = [number for number in sources if self._grows(self.nodes[number])]
-        while todo:
-            for slot in self.nodes[todo.pop()].outputs:
-                if slot not in spread:
-                    spread.add(slot)
-                    todo.extend(user for user in self.users[slot] if user in sources)
-        return spread
-
-    def _reads_only(self, number: int, sources: set[int]) -> bool:
-        return all(self.producer[slot] in sources for slot in self.nodes[number].inputs)
-
-    def _grows(self, node: CastNode) -> bool:
-        return node.index is None and ir.elements(node.writes[0]) > ir.elements(node.operands[0].value)
-
     def _make_low(self, chosen: set[int], why: str, *, exact: bool) -> None:
         # Lowers the largest subset of `chosen` in which every node reads low; with `exact`, without loss of precision.
         todo = [number for number in chosen if not self._all_operands_low(number, chosen, exact)]
@@ -279,12 +279,19 @@ class Propagation:
             return False
         if source in chosen or self.is_low(slot) or slot in self.graph.exact:
             return True
-        if slot in self.constant:
-            # To a rule of the user's a table of constants is a tensor, which has a dtype; only numbers have none.
-            if node.colour == "widest" and slot not in self.numbers:
-                return False
-            return not self.nodes[source].keep_reason and (self.constant[slot] or not exact)
-        return node.colour == "infer" and slot in self._spread
+        if node.colour == "infer" and (self.graph.number(node), slot) in self._biases:
+            return True
+        if slot not in self.constant or self.nodes[source].keep_reason:
+            return False
+        if self.constant[slot] and node.colour == "clear":
+            return True
+        # An array of constants has a dtype; only numbers have none.
+        magnitude, numbers = self.magnitudes.get(slot), self.range.numbers
+        if exact or magnitude is None or not numbers.in_range(magnitude):
+            return False
+        if node.colour == "clear":
+            return numbers.stays_apart(magnitude)
+        return bool(magnitude) or not node.adds  # zeros are where a running sum starts
 
     # Phase 5.
 
@@ -355,11 +362,6 @@ def _sums_nothing(node: CastNode) -> bool:
 
 def _is_exact(node: CastNode) -> bool:
     return node.op_class is not None and node.op_class.exact and node.colour == "clear"
-
-
-def _moves(node: CastNode) -> bool:
-    """Whether a node only moves or reshapes its one operand."""
-    return node.colour == "clear" and bool(node.inputs) and (node.index is not None or len(node.operands) == 1)
 
 
 def _cycles(nodes: list[CastNode], users: list[list[int]]) -> list[list[int]]:

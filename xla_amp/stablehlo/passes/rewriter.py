@@ -192,7 +192,7 @@ class Rewriter:
     def _reuse(self, node: CastNode) -> bool:
         """Keeps a cast of the original program, the first of a value for all its users; False if it is replaced."""
         operand = node.operands[0]
-        if operand.slot in self.graph.exact or operand.slot in self.propagation.constant:
+        if operand.slot in self.graph.exact or self._is_constant(operand.slot):
             return False
         if self.propagation.is_low(operand.slot):
             return False
@@ -222,7 +222,7 @@ class Rewriter:
             if low and slot in self.graph.exact:
                 self._replaced.append(owner.operation)
                 return owner.operation.operands[0]
-            if low and slot in self.propagation.constant:
+            if low and self._is_constant(slot):
                 return self._narrow_constant(owner.operation, value, where, user)
         if owner in self._last:
             where = mlir.InsertionPoint.after(self._last[owner])
@@ -231,6 +231,9 @@ class Rewriter:
             cast = ir.dialect().convert(self.type(value.type, low=low), value)
         self._last[owner] = cast.owner.operation
         return cast
+
+    def _is_constant(self, slot: int) -> bool:
+        return slot in self.propagation.constant and self.graph.nodes[self.graph.producer[slot]].index is None
 
     def _narrow_constant(self, operation: Any, value: Any, where: Any, user: Any) -> Any:
         # A second constant, or a copy of the operation that moves it, instead of a cast.

@@ -1,0 +1,118 @@
+"""Which operands of an addition are biases of products: arguments or constants along a product's feature axes.
+
+`xla_amp.policy.beside_low` has the rule; this file follows weights and products through the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from xla_amp.policy import beside_low
+from xla_amp.policy.beside_low import Axes, Shape
+from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes.cast_graph import CastGraph, CastNode
+
+
+def biases(graph: CastGraph) -> set[tuple[int, int]]:
+    """Pairs of an addition's number among the nodes, and the slot that it reads as a bias."""
+    given = _followed(graph, _given(graph), _as_weight)
+    products = _followed(graph, set(range(len(graph.nodes))), lambda n, node, known: _as_product(node, known, given))
+    found = set()
+    for number, node in enumerate(graph.nodes):
+        if node.adds:
+            for one, other in (node.operands, reversed(node.operands)):
+                shapes = _shape(one.value), _shape(other.value)
+                if beside_low.is_bias(given.get(one.slot, ()), shapes[0], products.get(other.slot, ()), shapes[1]):
+                    found.add((number, one.slot))
+    return found
+
+
+def _given(graph: CastGraph) -> set[int]:
+    """Nodes that hold arguments of the program and constants, moved but not computed with."""
+    nodes = graph.nodes
+    found = {
+        number
+        for number, node in enumerate(nodes)
+        if node.outputs and (node.structure == "constant" or (node.boundary and node.writes) or node.moves)
+    }
+    todo = list(found)
+    while todo:
+        number = todo.pop()
+        if number in found and not all(graph.producer[slot] in found for slot in nodes[number].inputs):
+            found.discard(number)
+            todo.extend(user for slot in nodes[number].outputs for user in graph.users[slot])
+    return found
+
+
+def _followed(
+    graph: CastGraph, inside: set[int], axes_of: Callable[[int, CastNode, dict[int, Axes]], Axes]
+) -> dict[int, Axes]:
+    """`Axes` of the slots that the nodes of the numbers `inside` write."""
+    found: dict[int, Axes] = {}
+    todo = sorted(inside, reverse=True)
+    while todo:
+        number = todo.pop()
+        node = graph.nodes[number]
+        axes = axes_of(number, node, found)
+        for slot in node.outputs if axes else ():
+            if found.get(slot) != axes:
+                found[slot] = axes
+                todo.extend(user for user in graph.users[slot] if user in inside)
+    return found
+
+
+def _as_weight(_: int, node: CastNode, known: dict[int, Axes]) -> Axes:
+    if not node.inputs:
+        return (frozenset(range(len(_shape(node.writes[0])))),)
+    if node.index is not None:  # a value that is passed on from several places varies as each of them
+        return _union(known.get(slot, ()) for slot in node.inputs)
+    return _moved(node, known, weight=True)
+
+
+def _union(several: Iterable[Axes]) -> Axes:
+    axes = [each[0] for each in several if each]
+    return (frozenset[int]().union(*axes),) if axes else ()
+
+
+def _as_product(node: CastNode, known: dict[int, Axes], given: dict[int, Axes]) -> Axes:
+    if node.structure == "contraction":
+        return _of_contraction(node, given) if node.colour == "allow" else ()
+    if node.adds:
+        return beside_low.axes_of_sum([known[slot] for slot in node.inputs if slot in known])
+    if node.moves and len(set(node.inputs)) == 1:
+        return known.get(node.inputs[0], ()) if node.index is not None else _moved(node, known, weight=False)
+    return ()
+
+
+def _of_contraction(node: CastNode, given: dict[int, Axes]) -> Axes:
+    operation, name = node.operation, node.operation.name.partition(".")[2]
+    if name in ("convolution", "dynamic_conv"):
+        numbers = ir.dialect().ConvDimensionNumbers(operation.attributes["dimension_numbers"])
+        return (frozenset({numbers.output_feature_dimension}),)
+    if name not in ("dot", "dot_general") or len(node.operands) != 2:
+        return ()
+    left, right = (len(_shape(each.value)) for each in node.operands)
+    contracted, batch = [left - 1], []
+    if name == "dot_general":
+        numbers = ir.dialect().DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
+        contracted, batch = list(numbers.lhs_contracting_dimensions), list(numbers.lhs_batching_dimensions)
+    first, second = (each.slot in given for each in node.operands)
+    return beside_low.product_axes(left, right, contracted, batch, (first, second))
+
+
+def _moved(node: CastNode, known: dict[int, Axes], *, weight: bool) -> Axes:
+    axes, attributes = known.get(node.inputs[0], ()), node.operation.attributes
+    if not axes or not node.writes:
+        return ()
+    order, places = (list(attributes[name]) if name in attributes else None for name in ("permutation", _PLACES))
+    before, after = _shape(node.operands[0].value), _shape(node.writes[0])
+    return beside_low.axes_after(axes, before, after, order=order, places=places, weight=weight)
+
+
+_PLACES = "broadcast_dimensions"
+
+
+def _shape(value: Any) -> Shape:
+    kind = ir.tensor_type(value.type)
+    return () if kind is None else kind.shape
