@@ -18,4 +18,4 @@ from xla_amp.lowering.nn import (
     resampling,
 )
 from xla_amp.lowering.tensor import factory, random_numbers, scattering, shape
-from xla_amp.lowering.training import optim
+from xla_amp.lowering.training import optim, quantization

@@ -1,1 +1,1 @@
-"""Loss scaling and fused optimizer steps."""
+"""Fused optimizer steps and fake quantization."""

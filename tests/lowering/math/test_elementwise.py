@@ -155,19 +155,6 @@ def test_a_hash_sees_one_bit():
     assert not torch.equal(*(run("hash_tensor", each)[0] for each in (x, other)))
 
 
-def test_fake_quantization():
-    """Scales are powers of two, for which both round the same quotients."""
-    x = 4 * sample(3, 3, 2)
-    scale, zero = torch.tensor([0.25, 0.5, 0.0625]), torch.tensor([0, 1, -2], dtype=torch.int32)
-    for dtype in (torch.float32, torch.float64):
-        check("fake_quantize_per_tensor_affine_cachemask", x.to(dtype), 0.125, 3, 0, 15)
-    for on in (0, 1):
-        given = (scale[:1], zero[2:], torch.tensor([on]), -8, 7)
-        check("_fake_quantize_per_tensor_affine_cachemask_tensor_qparams", x, *given)
-    for axis in (0, 1):
-        check("fake_quantize_per_channel_affine_cachemask", x, scale, zero, axis, -8, 7)
-
-
 # -- the harness itself -----------------------------------------------------------------------------------------------
 
 

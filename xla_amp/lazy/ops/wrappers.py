@@ -300,10 +300,39 @@ def _traced(kernel: Kernel) -> Kernel:
     return convolution
 
 
+def _sized_by_channels(kernel: Kernel) -> Kernel:
+    """The first call of torch.ao's observer of channels gives its empty state one element for each, as torch does."""
+
+    def observed(
+        self: torch.Tensor,
+        observer_on: torch.Tensor,
+        fake_quant_on: torch.Tensor,
+        running_min: torch.Tensor,
+        running_max: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor,
+        averaging_const: float,
+        quant_min: int,
+        quant_max: int,
+        ch_axis: int,
+        per_row_fake_quant: bool = False,
+        symmetric_quant: bool = False,
+    ) -> Any:
+        state = running_min, running_max, scale, zero_point
+        if per_row_fake_quant and running_min.numel() == 0:
+            for tensor, value in zip(state, (math.inf, -math.inf, 1, 0), strict=True):
+                tensor.resize_(self.shape[ch_axis]).fill_(value)
+        numbers = averaging_const, quant_min, quant_max, ch_axis, per_row_fake_quant, symmetric_quant
+        return kernel(self, observer_on, fake_quant_on, *state, *numbers)
+
+    return observed
+
+
 ARGUMENT_WRAPPERS: dict[str, Callable[[Kernel], Kernel]] = {
     **CHECKED,
     "_amp_foreach_non_finite_check_and_unscale_": _unscaling,
     "_amp_update_scale_": _updating_scale,
+    "_fused_moving_avg_obs_fq_helper": _sized_by_channels,
     "convolution": _traced,
     **{name: _checked_by(rule, name) for rule in EACH_CALL for name in rule.operations.split()},
     **dict.fromkeys(("_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"), _move_indices),
