@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from importlib.metadata import EntryPoint
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -53,6 +54,17 @@ def test_the_entry_point_is_the_backend(dynamo_backend):
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     value = groups["torch_dynamo_backends"]["xla_amp"]
     assert EntryPoint("xla_amp", value, "torch_dynamo_backends").load() is dynamo_backend.compile_graph
+
+
+@pytest.mark.skipif(find_spec("torch_xla") is not None, reason="the name is torch_xla's")
+def test_the_name_of_torch_xla():
+    layer = nn.Linear(4, 2).to(xla_amp.xla_device())
+    x = torch.randn(3, 4, device=xla_amp.xla_device())
+    expected = layer(x)
+    assert torch.equal(torch.compile(layer, backend="openxla")(x), expected)
+    assert torch.equal(torch.compile(backend="openxla")(layer)(x), expected)
+    layer.compile(backend="openxla")
+    assert torch.equal(layer(x), expected)
 
 
 class Block(nn.Module):

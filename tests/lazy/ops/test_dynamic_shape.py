@@ -55,6 +55,26 @@ def test_nobody_waits_for_what_was_uploaded(device):
     assert_same(results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32])
+def test_weights_of_bins_are_not_read(device, dtype):
+    """The size depends on the bins alone: those that were uploaded are known, the device's are one wait."""
+
+    def results(where: Any) -> Any:
+        weights = (NUMBERS.to(where) * 0.5).sqrt().to(dtype)
+        return [torch.bincount(x, weights, 7) for x in (NUMBERS.to(where), NUMBERS.to(where).int())]
+
+    with counted() as counts, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results(device)
+    assert (counts.host_syncs, counts.executions) == (0, 0)
+    assert_same(results, rtol=1e-6)
+    with counted() as counts:
+        torch.bincount(computed(device), computed(device).sqrt())
+    assert counts.host_syncs == 1
+    with pytest.raises(RuntimeError, match="same length"):
+        torch.bincount(NUMBERS.to(device), torch.ones(3, device=device))
+
+
 STATIC: dict[str, Callable[[torch.Tensor], Any]] = {
     "nonzero_static": lambda x: torch.nonzero_static(x, size=9, fill_value=-2),
     "one_hot": lambda x: F.one_hot(x, 6),

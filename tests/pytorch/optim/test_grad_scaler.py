@@ -140,6 +140,7 @@ def test_options_are_put_back():
         ({"max_scale": 2.0}, ValueError, "the first scale is out of the bounds"),
         ({"max_consecutive_skips": 0}, ValueError, "expected a positive number of steps"),
         ({"max_consecutive_skips": 2.5}, ValueError, "expected a positive number of steps"),
+        ({"use_zero_grad": True}, ValueError, "torch_xla then steps by gradients of zero; leave it out"),
         ({"growth_factor": 1.0}, AssertionError, "> 1.0"),
         ({"backoff_factor": 1.0}, AssertionError, "< 1.0"),
     ],

@@ -26,7 +26,6 @@ KERNELS = KernelTable()
 ON_HOST = (
     "_unique",
     "_unique2",
-    "bincount",
     "nonzero",
     "unique_consecutive",
     "unique_dim",
@@ -72,6 +71,14 @@ def _on_host(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 KERNELS.update({name: functools.partial(_on_host, name) for name in ON_HOST})
+
+
+@KERNELS.implements("bincount")
+def _bincount(self: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    numbers = _to_host(self, "bincount")  # the greatest decides the size; weights stay on the device
+    empty = None if weights is None else torch.zeros(weights.shape, dtype=weights.dtype)
+    counts: torch.Tensor = _to_device(aten.bincount(numbers, empty, minlength))
+    return counts if weights is None else counts.index_add_(0, self.to(torch.int64), weights.to(counts))
 
 
 @KERNELS.implements("masked_select")

@@ -300,6 +300,16 @@ def _replace_data_parallel_constructor() -> None:
     DistributedDataParallel.__init__ = torch_parallel.data_parallel(DistributedDataParallel.__init__)  # type: ignore[method-assign]
 
 
+def _replace_compile() -> None:
+    original = torch.compile
+
+    @functools.wraps(original)
+    def compile(*args: Any, **options: Any) -> Any:
+        return original(*args, **(options | {"backend": "xla_amp"} if options.get("backend") == "openxla" else options))
+
+    torch.compile = compile
+
+
 def _replace_replication() -> None:
     torch.nn.DataParallel.__init__ = torch_parallel.replicated(torch.nn.DataParallel.__init__)  # type: ignore[method-assign]
 
@@ -455,6 +465,11 @@ PATCHES = (
         reason="Masks, averages of weights and sums that a script makes before its loop would be a part of the first "
         "step's program, and the other steps another program, as long to compile.",
         install=_replace_loader_iteration,
+    ),
+    PatchGroup(
+        names=() if find_spec("torch_xla") else ("torch.compile",),
+        reason='Scripts for torch_xla write backend="openxla", which torch registers (an error without torch_xla).',
+        install=_replace_compile,
     ),
     PatchGroup(
         names=("torch.nn.parallel.DistributedDataParallel.__init__",),

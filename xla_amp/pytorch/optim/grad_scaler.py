@@ -37,6 +37,7 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: upper bound of it.
         max_consecutive_skips: `update` raises `SkipLimitError` after this many skipped steps in a row.  To check, it
             reads one number from the device every `max_consecutive_skips` steps; without the limit it reads nothing.
+        use_zero_grad: torch_xla's argument; True raises ValueError.
 
     The scale is a float32 tensor () on the device.  On an XLA device `scale`, `unscale_`, `step` and `update` do not
     read it, with any optimizer whose state is on the device; `get_scale`, `state_dict` and pickling do.  State, errors
@@ -60,7 +61,13 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float | None = None,
         max_scale: float | None = None,
         max_consecutive_skips: int | None = None,
+        use_zero_grad: bool = False,
     ) -> None:
+        if use_zero_grad:
+            raise ValueError(
+                "GradScaler(use_zero_grad=True): expected False, since torch_xla then steps by gradients of zero; "
+                "leave it out: a step of any optimizer is skipped, with its state, and without a wait"
+            )
         name = devices.device_type(device, "GradScaler")
         super().__init__(name, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         _check_limits(init_scale, min_scale, max_scale, max_consecutive_skips)
