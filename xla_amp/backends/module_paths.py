@@ -21,9 +21,15 @@ from xla_amp.backends import dynamo
 from xla_amp.policy.module_patterns import joined
 
 
+def backward_pass() -> int:
+    """torch's number of the backward pass that this thread runs, or -1."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_pass() != -1
 
 
 class _Thread(threading.local):

@@ -91,6 +91,11 @@ def autograd_nodes() -> int:
     return number
 
 
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """Calls a function at the end of the backward pass that this thread runs."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def hooks_of_all_modules() -> list[Any]:
     """The hooks that run for every module; torch has functions to add them, and none to list them."""
     return [hook for table in _tables_of_hooks() for hook in table.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from xla_amp import lazy as engine
 from xla_amp.lazy.programs import execute
-from xla_amp.lazy.steps import loops
+from xla_amp.lazy.steps import loops, step_marker
 from xla_amp.testing import counts as counted
 
 LENGTHS = (7, 100, 400)
@@ -215,3 +216,165 @@ def test_memory_that_may_not_be_reused_makes_no_other_program(device: torch.devi
         model(batches(1)[0][0].to(device)).sum().item()  # the batch is not
     assert counts.compilations == 1
     assert execute.programs()
+
+
+# ---- training without an optimizer -----------------------------------------------------------------------------------
+
+UPDATES: dict[str, Callable[[nn.Module], Callable[[torch.Tensor], Any]]] = {}
+"""Name -> maker of a step that trains a network; the step returns nothing that lives."""
+
+
+def by_hand(update: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    def make(model: nn.Module) -> Callable[[torch.Tensor], Any]:
+        def step(x: torch.Tensor) -> None:
+            model(x).square().mean().backward()
+            update(model)
+            model.zero_grad()
+
+        return step
+
+    UPDATES[update.__name__] = make
+    return update
+
+
+@by_hand
+def under_no_grad(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+
+
+@by_hand
+def of_the_data_and_clipped(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.sub_(parameter.grad.data * 0.1)
+        parameter.data.clamp_(-1, 1)
+
+
+@by_hand
+def of_replaced_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data - 0.1 * parameter.grad
+
+
+@by_hand
+def of_a_list(model: nn.Module) -> None:
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        torch._foreach_add_(parameters, [each.grad for each in parameters], alpha=-0.1)
+
+
+def accumulated(model: nn.Module) -> Callable[[torch.Tensor], Any]:
+    total = torch.zeros((), device=next(model.parameters()).device)
+
+    def step(x: torch.Tensor) -> None:
+        for scale in (1, 2, 3):
+            loss = model(x * scale).square().mean()
+            loss.backward()
+            total.add_(loss.detach())
+        under_no_grad(model)
+        model.zero_grad()
+
+    return step
+
+
+def averaged(model: nn.Module) -> Callable[[torch.Tensor], Any]:
+    teacher = copy.deepcopy(model)
+
+    def step(x: torch.Tensor) -> None:
+        with torch.no_grad():
+            for mean, now in zip(teacher.parameters(), model.parameters(), strict=True):
+                mean.lerp_(now, 0.1)
+        (model(x) - teacher(x).detach() + 1).square().mean().backward()
+        under_no_grad(model)
+        model.zero_grad()
+
+    return step
+
+
+def of_plain_tensors(model: nn.Module) -> Callable[[torch.Tensor], Any]:
+    weights = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+
+    def step(x: torch.Tensor) -> None:
+        one, two, three, four = weights
+        (((x @ one.t() + two).relu() @ three.t()) + four).square().mean().backward()
+        with torch.no_grad():
+            for weight, parameter in zip(weights, model.parameters(), strict=True):
+                weight -= 0.1 * weight.grad
+                weight.grad = None
+                parameter.copy_(weight)
+
+    return step
+
+
+def of_new_leaves(model: nn.Module) -> Callable[[torch.Tensor], Any]:
+    def step(x: torch.Tensor) -> None:
+        old = dict(model.named_parameters())
+        loss = torch.func.functional_call(model, old, (x,)).square().mean()
+        gradients = torch.autograd.grad(loss, list(old.values()))
+        for parameter, gradient in zip(old.values(), gradients, strict=True):
+            parameter.data = (parameter - 0.1 * gradient).detach()
+
+    return step
+
+
+def of_a_dict(model: nn.Module) -> Callable[[torch.Tensor], Any]:
+    state = {"now": {name: value.detach() for name, value in model.named_parameters()}}
+    gradient = torch.func.grad(lambda p, x: torch.func.functional_call(model, p, (x,)).square().mean())
+
+    def step(x: torch.Tensor) -> None:
+        now = state["now"]
+        gradients = gradient(now, x)
+        state["now"] = {name: value - 0.1 * gradients[name] for name, value in now.items()}
+        for name, parameter in model.named_parameters():
+            parameter.data = state["now"][name]
+
+    return step
+
+
+UPDATES |= {each.__name__: each for each in (accumulated, averaged, of_plain_tensors, of_new_leaves, of_a_dict)}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_step_that_updates_by_hand_is_one_program(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(step_marker, "_watching", True)  # as in a program that has no optimizer
+    expected, model = network(26), network(26).to(device)
+    x = torch.linspace(-1, 1, 20).reshape(4, 5)
+    wanted, step = UPDATES[name](expected), UPDATES[name](model)
+    engine.sync()
+    with counted() as counts:
+        for _ in range(12):
+            wanted(x)
+            step(x.to(device))
+    assert (counts.executions, counts.host_syncs) == (11, 0)  # the last one ends where it is read
+    assert counts.compilations <= 2 + (name == "of_a_dict")  # autograd's thread may hold values a little longer
+    for parameter, right in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.cpu(), right, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_accumulated_for_an_optimizer_are_one_program(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin: weights that a step does not write end nothing, whatever it computes between two backward passes."""
+    monkeypatch.setattr(step_marker, "_watching", True)
+    weight, total = nn.Parameter(torch.ones(5, 27, device=device)), torch.zeros((), device=device)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 27)), nn.BatchNorm1d(27)).to(device)
+    x = torch.ones(4, 5).to(device)
+    losses: list[Callable[[torch.Tensor], torch.Tensor]] = [lambda y: y @ weight, model]
+    for loss_of in losses:
+        optimizer = torch.optim.SGD([weight, *model.parameters()], lr=0.1)
+        step_marker._watching = True
+        engine.sync()
+        with counted() as counts:
+            for _ in range(4):
+                for scale in (1, 2, 3):
+                    loss = loss_of((x - 1) / scale).square().mean()
+                    loss.backward()
+                    total += loss.detach()
+                    nn.utils.clip_grad_norm_([weight, *model.parameters()], 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            engine.sync()
+        assert counts.executions == 4

@@ -213,8 +213,10 @@ class Family:
 _families = itertools.count(1)
 
 
+FIRST_GLANCE = 4
+"""Count of values at which `loops` first looks at a trace."""
 FIRST_LOOK = 32
-"""Count of values at which `loops` first looks whether a trace repeats."""
+"""Count of values at which it first looks whether a trace repeats."""
 
 
 class Poisoned:
@@ -340,7 +342,7 @@ class Trace:
         """Empties the trace."""
         self.ended += self.count
         self.truncate((0, 0, 0, *(0 for _ in self._lists())))
-        self.limit = min(FIRST_LOOK, self.most)
+        self.limit = min(FIRST_GLANCE, self.most)
         self.nodes = threading.get_ident(), private_api.autograd_nodes()
         self.generation += 1
 

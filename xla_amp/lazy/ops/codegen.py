@@ -382,7 +382,8 @@ class _Source:
         self._append()
         self._results()
         body = "\n".join(f"        {line}" for line in self.lines)
-        head = "    with _lock:\n        if _tape.count > _tape.limit: _look()\n"
+        operands = ", ".join(a.variable for a in operation.arguments if a.kind in ("tensor", "tensors"))
+        head = f"    with _lock:\n        if _tape.count > _tape.limit: _look({operands})\n"
         return f"def kernel({self._signature()}):\n{head}{body}\n"
 
     def _signature(self) -> str:

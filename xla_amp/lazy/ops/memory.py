@@ -132,7 +132,7 @@ def _as_strided_in_place(self: torch.Tensor, size: Any, stride: Any, storage_off
 @KERNELS.implements("clone")
 def _clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
     with trace.lock:
-        flush_if_full()
+        flush_if_full(self)
         number, value_spec = tensor_io.read(self)
         return tensor_io.new_tensor(value_spec, number)  # values in the trace never change: sharing one is copying it
 
@@ -162,7 +162,7 @@ def _to_copy(
         ):
             with trace.lock:
                 if trace.count > trace.limit:
-                    look()
+                    look(self)
                 number = record(found, buffer.number if buffer.number >= 0 else add_parameter(buffer))
                 return tensor_io.new_tensor(found.outs[0], number)  # type: ignore[arg-type]
     return _copied(self, dtype or self.dtype, device)
@@ -179,7 +179,7 @@ def _copied(self: torch.Tensor, dtype: torch.dtype, device: Any) -> torch.Tensor
     if (rows := tensor_io.unrecorded(self)) is not None:
         return rows.converted(dtype)
     with trace.lock:
-        flush_if_full()
+        flush_if_full(self)
         number, value_spec = tensor_io.read(self)
         number, value_spec = cast(number, value_spec, dtype)
         return tensor_io.new_tensor(value_spec, number)
@@ -200,7 +200,7 @@ def _copy_(self: torch.Tensor, src: Any, non_blocking: bool = False) -> torch.Te
     if self.device.type != DEVICE_TYPE:
         return self.copy_(_on_host(src))
     with trace.lock:
-        flush_if_full()
+        flush_if_full(self)
         tensor_io.copy(self, src)
     return self
 

@@ -9,9 +9,13 @@ What began it is the module that was called first in it.  Where none was called,
 at the first look: the program ends after the next one that is equal but for dynamic integers (`Family`).
 
 With gradients a repetition is probably a part of a step: then the rule is for programs of more than `LONG` operations,
-and for modules only.  Processes that train together do not end such a program, because what is alive may differ between
-them.  Nothing is ended while a step is captured, inside a backward pass, or while `find_overflow` runs a step.  Any
-program ends at XLA_AMP_TAPE_LIMIT operations.
+and for modules only.  A shorter one ends where the next forward pass begins after an update that no optimizer made:
+**the first operation that autograd records after a backward pass reads a value that was computed since.**  A gradient
+that is accumulated reads the same weights again.
+
+Processes that train together do not end a program with gradients, because what is alive may differ between them.
+Nothing is ended while a step is captured, inside a backward pass, or while `find_overflow` runs a step.  Any program
+ends at XLA_AMP_TAPE_LIMIT operations.
 
 The rule reads what was recorded, so all processes that record the same end their programs at the same places.  Ending a
 program runs it asynchronously; a result may differ in the last place from that of a longer program, in which XLA fuses
@@ -20,14 +24,21 @@ other operations.
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
 
 from xla_amp.backends import module_paths
 from xla_amp.common import compiling
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.trace import FIRST_LOOK, instruction_of, trace
+from xla_amp.lazy.graph.trace import FIRST_GLANCE, FIRST_LOOK, instruction_of, trace
 from xla_amp.lazy.programs import execute, mesh
 from xla_amp.lazy.steps import step_marker
+from xla_amp.lazy.tensors import tensor_io
 
 LONG = 8192
 """Operations of a program with gradients that may end; compiling takes one to two milliseconds for each."""
@@ -50,21 +61,62 @@ class _Repetition:
 _repetition = _Repetition()
 
 
-def flush_if_full() -> None:
-    """Ends the program if it is full or ends with a repetition; the caller holds the trace's lock."""
+_RELEASE = 2e-4
+"""Seconds in which autograd's thread drops the graph of the last backward pass, as each of its values would be a result
+of the program; it waits for Python's lock."""
+
+
+class _Pass:
+    """The last backward pass that was seen, and the forward pass after it."""
+
+    def __init__(self) -> None:
+        self.generation = -1
+        """Of the trace."""
+        self.number = -1
+        """torch's number of the backward pass."""
+        self.count = 0
+        """Count of values when it ended."""
+        self.nodes = -1
+        """Count of autograd's nodes on this thread when it was last looked at; -1 at the end of the backward pass."""
+        self.others = 0
+        """Operations between the two, after the first one, that autograd did not record."""
+        self.forward = False
+        """Whether the forward pass has begun."""
+
+
+_pass = _Pass()
+
+
+def flush_if_full(*operands: Any) -> None:
+    """`look` if it is time to; the caller holds the trace's lock."""
     if trace.count > trace.limit:
-        look()
+        look(*operands)
 
 
-def look() -> None:
-    """Ends the program if it is full or ends with a repetition, or sets the next limit."""
+def look(*operands: Any) -> None:
+    """Ends the program if it is full or a step or an iteration ends here, or sets the next limit.
+
+    Args:
+        operands: of the operation that is about to be recorded.
+    """
     if trace.count > trace.most:
         return execute.flush()
     limit = trace.count + FIRST_LOOK
     if _is_kept_whole():
-        pass
+        if (number := module_paths.backward_pass()) not in (-1, _pass.number):
+            _pass.number = number
+            private_api.when_backward_ends(_backward_ended)
     elif _is_part_of_a_step():
-        limit = max(limit, LONG)
+        if trace.nodes is None or mesh.replicas:
+            limit = max(limit, LONG)
+        elif _is_after_backward() and _reads_an_update(operands):
+            time.sleep(_RELEASE)
+            step_marker.end_program()
+            limit = 0
+        elif _looks_at_each():
+            limit = trace.count
+    elif trace.count <= FIRST_LOOK and _repetition.generation != trace.generation:
+        limit = min(FIRST_LOOK, trace.count + FIRST_GLANCE) if _looks_at_each() else FIRST_LOOK
     elif step_marker.ends_at_first_module():
         limit = trace.most
     elif not _has_gradients():
@@ -73,6 +125,52 @@ def look() -> None:
             execute.flush()
             _repetition.generation, _repetition.position, _repetition.most, limit = trace.generation, 0, LONG, 0
     trace.limit = min(limit, trace.most)
+
+
+def _looks_at_each() -> bool:
+    """Whether each operation is looked at, so that neither a short backward pass nor an update is missed."""
+    seen = _pass.generation == trace.generation
+    if seen and not _pass.forward:
+        return True
+    return not step_marker.has_stepped() and trace.count - seen * _pass.count <= 3 * FIRST_LOOK
+
+
+def _backward_ended() -> None:
+    with trace.lock:
+        _pass.generation, _pass.count, _pass.nodes, _pass.others = trace.generation, trace.count, -1, 0
+        _pass.forward = False
+        trace.limit = 0
+
+
+def _is_after_backward() -> bool:
+    """Whether autograd records the operation that is looked at, and a backward pass has ended before it."""
+    if _pass.generation != trace.generation:
+        return False
+    before, _pass.nodes = _pass.nodes, private_api.autograd_nodes()
+    if before in (-1, _pass.nodes):
+        _pass.others += before != -1 and not _pass.forward
+        return False
+    return True
+
+
+def _reads_an_update(operands: Iterable[Any]) -> bool:
+    """Whether an operation reads a leaf that was written since the last backward pass.
+
+    In a function that ``torch.func`` transforms no tensor requires a gradient here: any tensor counts that operations
+    outside of the transform have computed since.
+    """
+    listed = itertools.chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in operands)
+    tensors = [each for each in listed if isinstance(each, torch.Tensor) and each.device.type == tensor_io.DEVICE_TYPE]
+    leaves = [each for each in tensors if each.requires_grad]
+    if not leaves and (_pass.forward or not _pass.others):
+        tensors = []
+    _pass.forward = True
+    for tensor in leaves or tensors:
+        base = tensor if tensor._base is None else tensor._base
+        number = tensor_io.buffer_of(tensor).number
+        if base.is_leaf and number >= _pass.count and number not in trace.parameter_numbers:
+            return True
+    return False
 
 
 def _has_gradients() -> bool:

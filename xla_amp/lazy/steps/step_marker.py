@@ -305,6 +305,11 @@ def device_was_used() -> None:
     _steps.clear()
 
 
+def has_stepped() -> bool:
+    """Whether an optimizer has stepped parameters on the device."""
+    return not _watching
+
+
 def stepped(optimizer: torch.optim.Optimizer) -> None:
     """Counts a step of an optimizer whose first parameter is not on the device; warns at the `STEPS`-th."""
     global _watching
