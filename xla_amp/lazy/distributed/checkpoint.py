@@ -1,6 +1,7 @@
 """Checkpoints of sharded tensors: written by shard, read into any other sharding.
 
-A checkpoint is a folder (`checkpoint_folder`): the arrays, which Orbax writes, all other values, and a digest of each.
+A checkpoint is a folder, which Orbax writes, and renames when it is complete: its files have the arrays,
+``structure.pt`` all other values and a meta tensor for each array, ``digests.json`` a digest of each file.
 For replicated values (one device, or processes of `xla_amp.launch`) `xla_amp.xla_model.save` is enough and needs no
 Orbax.
 
@@ -17,25 +18,32 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import glob
+import hashlib
 import importlib
-import itertools
+import io
+import json
 import os
+import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import torch
 from jax.sharding import SingleDeviceSharding
+from torch import nn
 from torch.optim import Optimizer
 
 from xla_amp.backends import devices, trees
-from xla_amp.common import arguments, config
+from xla_amp.common import arguments, files
 from xla_amp.errors import DeviceError, FileError, MissingLibraryError, XlaAmpError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.distributed import checkpoint_digests, checkpoint_folder, processes
+from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io, transfer
@@ -45,7 +53,7 @@ from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Writes a checkpoint, each shard from its device; the folder appears when it is complete.
 
-    Remains of earlier saves beside it, whose process has ended, are removed.
+    What a killed save of the same name left is removed.
 
     Args:
         state: by name, objects with ``state_dict()`` and ``load_state_dict()`` (models, optimizers, scalers,
@@ -163,6 +171,13 @@ def _exit_status() -> None:
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
+_STRUCTURE, _FACTS = "structure.pt", "digests.json"
+_FORMAT = "xla_amp checkpoint 3"
+_PARTIAL = ".orbax-checkpoint-tmp"
+"""What Orbax adds to the name of a folder that is not complete."""
+_CHANGED_LATER = "_CHECKPOINT_METADATA"
+"""Orbax's file of the time at which the folder gets its name."""
+
 
 def _begin(call: str, state: Mapping[str, Any], path: str | os.PathLike[str]) -> Callable[[], None]:
     """Copies the values to the host and starts to write them; the result finishes the checkpoint."""
@@ -173,6 +188,8 @@ def _begin(call: str, state: Mapping[str, Any], path: str | os.PathLike[str]) ->
     target = Path(path).absolute()
     if os.path.lexists(target):
         raise FileError(f"{named}: it exists; give each checkpoint a separate name")
+    if "[" in str(target):
+        raise FileError(f"{named}: Orbax finds no files in a folder whose path has a '['; choose another name")
     arrays: dict[str, jax.Array] = {}
     written: dict[Any, torch.Tensor] = {}
 
@@ -187,52 +204,70 @@ def _begin(call: str, state: Mapping[str, Any], path: str | os.PathLike[str]) ->
                 arrays[str(len(arrays))] = _twin(tensor_io.array_of(value.detach()))
         return written[key]
 
+    rest = io.BytesIO()
     try:
         structure = trees.tree_map(detach, {name: _state_of(value) for name, value in state.items()})
-        checkpoint_folder.require_readable(structure)
+        _require_readable(structure)
+        torch.save(structure, rest)
     except FileError as error:
         raise FileError(f"{named}: {error}") from error.__cause__
     except RecursionError:
         raise FileError(f"{named}: a value is nested too deeply") from None
-    first, number = processes.ordinal() == 0, next(_numbers)
-    partial = checkpoint_folder.Partial(target, shared=mesh.spans_processes())
+
+    def partial() -> Iterator[Path]:
+        return target.parent.glob(f"{glob.escape(target.name)}{_PARTIAL}*")
+
+    def remove_partial() -> None:
+        for folder in partial() if processes.ordinal() == 0 else ():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def complete() -> None:
+        """In the first process, before the folder gets its name."""
+        [folder] = partial()
+        (folder / _STRUCTURE).write_bytes(rest.getbuffer())
+        names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+        names = [name for name in names if name != _CHANGED_LATER]
+        facts = {"format": _FORMAT, "time": time.time_ns(), "files": _digests(folder, names)}
+        (folder / _FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
     @contextlib.contextmanager
     def removed_on_errors() -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            if first:
-                partial.close()
+            remove_partial()
             if isinstance(error, XlaAmpError | jax.errors.JaxRuntimeError) or not isinstance(error, Exception):
                 raise
             # Orbax and TensorStore raise errors of many classes for a full disk.
             raise FileError(f"{named}: {_reason(error)}") from error
 
-    with removed_on_errors():
-        with _together(f"{number}/begin"):
-            if first:
-                partial.make(structure)
-        digests = checkpoint_digests.start(arrays)
-        with private_api.x64():
-            writer = orbax.AsyncCheckpointer(orbax.PyTreeCheckpointHandler())
-            writer.save(partial.path / checkpoint_folder.ARRAYS, args=orbax.args.PyTreeSave({"arrays": arrays}))
+    with removed_on_errors(), private_api.x64():
+        remove_partial()  # of a save that was killed
+        options = orbax.options.AsyncOptions(
+            post_finalization_callback=complete, create_directories_asynchronously=False
+        )
+        writer = orbax.AsyncCheckpointer(orbax.PyTreeCheckpointHandler(), async_options=options)
+        writer.save(target, args=orbax.args.PyTreeSave({"arrays": arrays}))
         arrays.clear()
 
     def finish() -> None:
-        with removed_on_errors():
-            with _together(f"{number}/written"), writer:
-                writer.wait_until_finished()
-                texts = checkpoint_digests.texts(digests)
-            with _together(f"{number}/end"):
-                if first:
-                    partial.finish(texts)
-                    partial.close()
+        with removed_on_errors(), writer:
+            writer.wait_until_finished()
 
     return finish
 
 
-_numbers = itertools.count()
+def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """SHA-256 of the files in a folder by name; empty for one that is not there."""
+
+    def digest(name: str) -> str:
+        if not (folder / name).is_file():
+            return ""
+        with open(folder / name, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(digest, names), strict=True))
 
 
 def _check_arguments(call: str, state: object, path: object) -> None:
@@ -255,31 +290,56 @@ def _twin(array: jax.Array) -> jax.Array:
     return twin
 
 
-class _together:
-    """Ends when all processes of the mesh have come to its end; the error of one is an error in all.  On any thread."""
+# ---- values that can be read again -----------------------------------------------------------------------------------
 
-    def __init__(self, what: str) -> None:
-        self._key = f"xla_amp/checkpoint/{what}"
 
-    def __enter__(self) -> None:
-        pass
+def _require_readable(structure: Mapping[str, Any]) -> None:
+    """Checks that `torch.load` reads a structure with ``weights_only``, as `load` does.
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        client = private_api.coordinator()
-        if not mesh.spans_processes() or client is None:
-            return
-        milliseconds, rank = 1000 * config.timeout(), processes.ordinal()
-        try:
-            client.key_value_set(f"{self._key}/{rank}", f"process {rank}: {error}" if error else "")
-            if rank == 0:
-                ranks = range(processes.world_size())
-                texts = [client.blocking_key_value_get(f"{self._key}/{each}", milliseconds) for each in ranks]
-                client.key_value_set(self._key, next(filter(None, texts), ""))
-            text = client.blocking_key_value_get(self._key, milliseconds)
-        except Exception as late:
-            text = str(late)
-        if text and error is None:
-            raise FileError(f"another process did not write its part of the checkpoint: {text}")
+    Raises:
+        FileError: it does not; names the first key.
+    """
+    # Plain tensors are read; copying them would cost memory.
+    outline = trees.tree_map(lambda leaf: None if _is_plain(leaf) else leaf, structure)
+    if _refusal(outline) is None:
+        return
+    key, value, error = _first_refused("", outline)
+    kind = type(value)
+    raise FileError(
+        f"the value at {key or 'the top'}, a {kind.__module__}.{kind.__qualname__}, could not be loaded again, because "
+        "torch.load(weights_only=True) reads tensors, numbers, texts and containers of them: save float(x) of a number "
+        f"of NumPy, and the state_dict() of an object ({type(error).__name__}: {str(error).partition('. ')[0][:200]})"
+    ) from error
+
+
+def _is_plain(leaf: Any) -> bool:
+    return type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided and not leaf.is_quantized
+
+
+def _refusal(value: Any) -> Exception | None:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        return error
+    return None
+
+
+def _first_refused(key: str, value: Any) -> tuple[str, Any, Exception]:
+    """Key, value and error of the innermost part that is refused; `value` is."""
+    parts: Iterator[tuple[str, Any]] = iter(())
+    if isinstance(value, dict):
+        parts = ((f"{key}[{name!r}]", part) for name, part in value.items())
+    elif isinstance(value, list | tuple):
+        parts = ((f"{key}[{index}]", part) for index, part in enumerate(value))
+    for name, part in parts:
+        if _refusal(part) is not None:
+            return _first_refused(name, part)
+    error = _refusal(value)
+    assert error is not None  # noqa: S101  (the caller has seen it)
+    return key, value, error
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -288,8 +348,8 @@ class _together:
 def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a checkpoint into objects; their tensors keep their current shardings, whatever those at `save` were.
 
-    All values are read and compared with their digests first, and an object that rejects its part gives all objects
-    their old values back.  A checkpoint of an earlier version has no digests and is not compared.
+    All files are compared with their digests and read first, and an object that rejects its part gives all objects
+    their old values back.
 
     An optimizer's state gets the shardings of its parameters: mark those first.
 
@@ -312,17 +372,13 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
     devices.engine().device()
     _one_value("load")
     folder, call = Path(path).absolute(), f"checkpoint.load({str(path)!r})"
-    if not (folder / checkpoint_folder.STRUCTURE).is_file():
-        raise FileError(f"{call}: there is no complete checkpoint")
-    facts = checkpoint_folder.read_facts(folder)
-    structure = checkpoint_folder.read_structure(folder, facts)
+    structure = _undamaged(folder, call)
     if missing := [name for name in state if name not in structure]:
         raise KeyError(f"{call}: it holds {list(structure)}, and nothing named {missing}")
     leaves, tree = trees.tree_flatten_with_path(structure)
     layouts = {name: _layouts(value) for name, value in state.items()}
     wanted: dict[str, jax.ShapeDtypeStruct] = {}
     marked: dict[int, Any] = {}
-    keys: dict[str, str] = {}
     for where, leaf in leaves:
         if _is_array(leaf) and id(leaf) not in marked:
             find: Callable[[Any, torch.Tensor], Any] = layouts.get(getattr(where[0], "key", ""), _unsharded)
@@ -333,7 +389,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
             with private_api.x64():
                 shape, dtype = tuple(leaf.shape), TO_NUMPY[leaf.dtype]
                 wanted[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-            marked[id(leaf)], keys[name] = layout, trees.keystr(where)
+            marked[id(leaf)] = layout
     try:
         with private_api.x64(), orbax.PyTreeCheckpointer() as reader:
             restored = {
@@ -341,18 +397,13 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
                 for name, struct in wanted.items()
             }
             arrays = reader.restore(
-                folder / checkpoint_folder.ARRAYS,
+                folder,
                 orbax.args.PyTreeRestore({"arrays": wanted}, restore_args={"arrays": restored}),
             )["arrays"]
     except jax.errors.JaxRuntimeError:
         raise
     except Exception as error:  # of a damaged file Orbax and TensorStore raise what their parts happen to raise
         raise FileError(f"{call}: its arrays cannot be read: {_reason(error)}") from error
-    if facts.arrays:
-        found = checkpoint_digests.texts(checkpoint_digests.start({name: arrays[name] for name in wanted}))
-        changed = [keys[name] for name, digest in found.items() if facts.arrays.get(name, digest) != digest]
-        if changed:
-            raise FileError(f"{call}: damaged: {', '.join(changed[:4])} is not what was written; load an earlier one")
     read = dict(zip(marked, map(transfer.wrap, (arrays[name] for name in wanted)), strict=True))
     del arrays
     for key, layout in marked.items():
@@ -363,6 +414,40 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
     del read, values
     _apply(state, loaded)
     return loaded
+
+
+def _undamaged(folder: Path, call: str) -> dict[str, Any]:
+    """The values of a checkpoint, meta tensors in place of arrays; reads every file, each process some of them."""
+    facts = _read_facts(folder)
+    if facts is None:
+        raise FileError(f"{call}: there is no complete checkpoint of this version")
+    written = facts["files"]
+    found = _digests(folder, sorted(written)[processes.ordinal() :: processes.world_size()])
+    changed = [name for name, digest in found.items() if digest != written[name]]
+    texts = processes.rendezvous("checkpoint", json.dumps(changed).encode())
+    if changed := [name for text in texts for name in json.loads(text)]:
+        raise FileError(f"{call}: damaged: {', '.join(changed[:4])} is not what was written; load an earlier one")
+    structure: dict[str, Any] = torch.load(folder / _STRUCTURE, map_location="cpu", weights_only=True)
+    return structure
+
+
+def _read_facts(folder: Path) -> dict[str, Any] | None:
+    """The file `_FACTS` of a complete checkpoint; None for another folder.
+
+    Raises:
+        FileError: it is damaged.
+    """
+    if _PARTIAL in folder.name:
+        return None
+    try:
+        facts = files.parsed(json.loads, (folder / _FACTS).read_text(encoding="utf-8"))
+        if facts["format"] != _FORMAT or not isinstance(facts["time"], int) or _STRUCTURE not in facts["files"]:
+            raise ValueError(f"expected the format {_FORMAT!r}")
+        return dict(facts)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise FileError(f"{folder / _FACTS} is damaged: {error}") from error
 
 
 def _apply(state: Mapping[str, Any], loaded: dict[str, Any]) -> None:
@@ -401,22 +486,15 @@ def _kept(value: Any) -> Any:
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint in a folder that was saved last, or None.
 
-    Each checkpoint has the next number of its folder, so copies and clocks do not matter.  One whose
-    number cannot be read is left out.  Those of an earlier version have none: they come before the others, by the time
-    of their folder.
+    Each checkpoint has the time at which it was written, so copies do not matter.  One whose time cannot be read is
+    left out.
     """
     arguments.require("checkpoint.latest(folder)", folder, arguments.PATH, "a folder such as 'run'")
-
-    def order(path: Path) -> tuple[int, float]:
-        facts = checkpoint_folder.read_facts(path)
-        return facts.number, facts.time or path.stat().st_mtime
-
     found = []
-    for path in checkpoint_folder.complete(Path(folder)):
-        try:
-            found.append((order(path), path))
-        except OSError:  # damaged, or removed by a program that keeps the last few
-            continue
+    for path in Path(folder).glob(f"*/{_FACTS}"):
+        with contextlib.suppress(FileError):
+            if facts := _read_facts(path.parent):
+                found.append((facts["time"], path.parent))
     return max(found, default=(None, None))[1]
 
 
