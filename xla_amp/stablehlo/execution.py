@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -109,7 +110,20 @@ def compile_module(module: ir.MlirModule, device: Any = None, options: Mapping[s
     try:
         return client.compile_and_load(data, placed, chosen)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        raise ModuleError(f"XLA cannot compile the module: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        if unknown := _UNREGISTERED.search(reason):
+            raise ModuleError(
+                _NO_CODE.format(unknown[1], "there is no code for it on the CPU, where samples run")
+            ) from None
+        raise ModuleError(f"XLA cannot compile the module: {reason}") from None
+
+
+_UNREGISTERED: Final = re.compile(r"(?:custom call to|registered for) (\S+) (?:for|on) ")
+_NO_CODE: Final = (
+    "XLA cannot run the custom call @{}: {}; put StableHLO operations in its place, or convert without samples"
+)
+_CALLBACK: Final = re.compile(r"python_\w+_callback")
+"""Targets of ``jax.pure_callback``, ``jax.debug.print`` and their like."""
 
 
 @functools.cache
@@ -147,8 +161,12 @@ def run(
     `options` are XLA's, by name, on top of its defaults.
 
     Raises:
-        ModuleError: XLA cannot compile or run it, or ends.
+        ModuleError: XLA cannot compile or run it, or ends; it has a custom call that only another process can run.
     """
+    for operation in ir.operations(module.operation):
+        target = ir.attribute(operation, "call_target_name")
+        if target is not None and _CALLBACK.search(target.value):
+            raise ModuleError(_NO_CODE.format(target.value, "it calls Python of the process that made the program"))
     code = ir.bytecode(runnable(module))
     question = {"code": len(code), "shapes": [array.shape for array in arguments], "options": dict(options or {})}
     data = b"".join([code, *(np.ascontiguousarray(array).tobytes() for array in arguments)])
