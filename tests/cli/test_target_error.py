@@ -82,6 +82,13 @@ def test_a_target_that_cannot_be_met_writes_nothing_and_has_its_own_status(run, 
     assert not (tmp_path / "low.mlir").exists()
 
 
+def test_a_target_that_only_float32_meets_converts_nothing(run):
+    status, out, err = run("--inputs", "s.npz", "--target-error", "1e-6")
+    assert (status, err) == (0, "")
+    assert "casts inserted  none: nothing was converted\n" in out
+    assert " low " not in out.partition("\nDecisions\n")[2]  # no rule's cast beside a product that it did not reach
+
+
 def test_a_program_that_xla_cannot_run_is_converted_all_the_same(run, tmp_path):
     kind = "tensor<16x16xf32>"
     (tmp_path / "sub.mlir").write_text(f"""func.func @main(%x: {kind}, %w: {kind}) -> {kind} {{

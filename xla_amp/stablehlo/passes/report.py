@@ -90,6 +90,8 @@ class ConversionReport:
     def facts(self) -> dict[str, str]:
         """Policy and casts as text."""
         casts = ", ".join(f"{count} x {kind}" for kind, count in sorted(self.casts.items())) or "none"
+        if not any(map(units.is_low, {dtype for each in self.operations for dtype in (each.after, *each.result)})):
+            casts += ": nothing was converted"
         kept = f"{', '.join(self.unconverted)}: functions of several blocks (branches of the dialect cf)"
         return {
             "policy": f"{self.policy}, low = {self.low}",
@@ -163,7 +165,7 @@ def _decision(
     gives = [propagation.is_low(slot) for slot in node.outputs] or [node.low]
     why = node.why or "the signature is kept"
     after: str = low if node.low and not node.of_first else "float32"
-    kept = _kept(node, low)
+    kept, overruled = _kept(node, low), bool(node.keep_reason) and node.colour == "allow"
     given, made = ((), ()) if node.index is not None else sizes.shapes(node.operation)
     return OperationDecision(
         operation=name if node.index is None else f"{name}#{node.index}",
@@ -175,13 +177,13 @@ def _decision(
         used=kept or (after,),
         result=(low if (gives[0] if node.inside else all(gives)) else "float32",),
         why=why,
-        cast=decision.cast if decision else "keep",
+        cast=decision.cast if decision and not overruled else "keep",
         layer=decision.layer if decision else "builtin",
         policy=policy,
         front="stablehlo",
         product=node.structure == "contraction",
         aten=decision.operation if decision else "",
-        origin=decision.origin if decision else "",
+        origin=decision.origin if decision and not overruled else "",
         shapes=given,
         result_shapes=made,
         flops=sizes.flops(node.operation) if node.structure == "contraction" else None,
