@@ -171,6 +171,22 @@ def host_state(device):
     return training(optimizer), r"changes the 'step' of .* \(on the host; use xla_amp\.syncfree\.Adam\) from .* to "
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts in Python."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.param_groups[0]["count"] += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad)
+
+
+def count_of_an_optimizer(device):
+    optimizer = Counting([nn.Parameter(torch.ones(2, device=device))], {"count": 0})
+    words = r"\['count'\] \(on the host; make it a tensor: torch.tensor\(..., device='jax'\)\) from \d to \d"
+    return training(optimizer), words
+
+
 def rate_inside(device):
     optimizer = syncfree.SGD([nn.Parameter(torch.ones(2, device=device))], lr=0.5)
     group = optimizer.param_groups[0]
@@ -204,7 +220,7 @@ def seeds(device):
 REFUSALS = [
     item, object_with_a_tensor, counter, growing_list, attribute, transposed_argument, rate_inside,
     number_from_elsewhere, value_from_the_host, other_operations, host_state, schedule_inside, graph, seeds,
-    host_result,
+    host_result, count_of_an_optimizer,
 ]  # fmt: skip
 
 

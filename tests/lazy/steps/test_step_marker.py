@@ -206,6 +206,31 @@ def test_a_steady_step_builds_nothing_and_moves_nothing(device: torch.device, na
     assert trace.count < 2000
 
 
+@pytest.mark.parametrize("where", ["cpu", "jax"])
+def test_an_integer_that_steps_write_on_the_device_is_waited_for(device: torch.device, where: str) -> None:
+    model, x = network(), batch().to(device)
+    optimizer, pointer = torch.optim.SGD(model.parameters(), lr=0.01), torch.zeros(1, dtype=torch.long).to(where)
+    for step in range(12):
+        if step == 4:
+            engine.sync(wait=True)
+            counts = engine.metrics()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        pointer[0] = (int(pointer) + 16) % 128
+    assert engine.metrics()["host_syncs"] - counts["host_syncs"] == (8 if where == "jax" else 0)
+    assert int(pointer) == 12 * 16 % 128
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_checks_of_distributions_wait(device: torch.device, checks: bool) -> None:
+    mean, one = torch.zeros(3).to(device).requires_grad_(), torch.ones(3).to(device)
+    with counted() as counts:
+        made = torch.distributions.Normal(mean, one.abs(), validate_args=checks)
+        made.log_prob(one.exp()).mean().backward()
+    assert counts.host_syncs == 3 * checks
+
+
 def test_a_new_step_is_seen_to_be_built_once(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     """The twin: JAX reports one compilation, its log names one of our functions, and its guard refuses an upload."""
     x = torch.ones(13).to(device)

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from xla_amp.backends import held
+from xla_amp.backends import held, initial_state
 from xla_amp.lazy.capture.values import NOWHERE, Entry, Reading, Slot, Tensor, bound, plain
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.tensors import tensor_io
@@ -159,9 +159,11 @@ def _remedy(optimizer: Optimizer, value: Any) -> str:
     is_tensor = isinstance(value, torch.Tensor) and value.device.type != tensor_io.DEVICE_TYPE
     if not (is_tensor or type(value) in (int, float)) or _gives_numbers(optimizer):
         return ""
-    name = type(optimizer).__name__
-    tensor = f"{name}(..., lr=torch.tensor(..., device={tensor_io.DEVICE_TYPE!r}), capturable=True)"
-    return f" (on the host; use {f'xla_amp.syncfree.{name}' if name in ('SGD', 'Adam', 'AdamW') else tensor})"
+    name, tensor = type(optimizer).__name__, f"torch.tensor(..., device={tensor_io.DEVICE_TYPE!r})"
+    if not initial_state.is_torchs(initial_state.torchs_class(optimizer)):
+        return f" (on the host; make it a tensor: {tensor})"
+    capturable = f"{name}(..., lr={tensor}, capturable=True)"
+    return f" (on the host; use {f'xla_amp.syncfree.{name}' if name in ('SGD', 'Adam', 'AdamW') else capturable})"
 
 
 class Snapshot:
