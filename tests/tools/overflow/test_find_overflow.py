@@ -180,6 +180,25 @@ def test_a_captured_function_in_the_step_is_seen():
     assert find_overflow(lambda: captured(torch.ones(2, device=device)) + 1).first.place.operation == "log"
 
 
+@pytest.mark.parametrize(
+    ("finish", "ended"),
+    [
+        (torch.tanh, "tanh"),
+        (lambda y: torch.where(y > 1, torch.ones_like(y), y), "where.self"),
+        (lambda y: torch.zeros_like(y).copy_(y).clamp(max=1), "clamp"),
+        (lambda y: y.new_ones(2), None),
+    ],
+)
+def test_an_inf_that_becomes_finite_is_followed(finish, ended):
+    """The last operation ignores it; `ones_like` and `zeros_like` read a shape."""
+    x = torch.full((2,), 1e30, device=xla_amp.xla_device())
+    report = find_overflow(lambda: finish((x * 1.0) ** 2).sum())
+    assert report.first.place.operation == "pow.Tensor_Scalar"
+    assert ended == (report.became_finite.operation if report.became_finite else None)
+    sentence = f"the inf became finite in {ended}, {__file__}" if ended else "the inf did not reach them"
+    assert f"the results are finite: {sentence}" in re.sub(r"\s+", " ", str(report))
+
+
 def many_masks(x):
     """Seventeen infinities on purpose before the one that is found: the second run looks at sixteen."""
     masked = [x.masked_fill(x > 0, float("inf")).clamp(max=1.0) for _ in range(17)]

@@ -1,7 +1,7 @@
 """Dispatch modes that `find_overflow` runs a step under: they see every ATen operation, forward and backward.
 
 `NonfiniteResults` finds the operations with an inf or NaN in their results, `OperandStatistics` examines their
-operands.
+operands, `FiniteResults` finds where an inf or NaN ended.
 """
 
 from __future__ import annotations
@@ -127,6 +127,43 @@ class OperandStatistics(LocatingMode):
         return found, passed_on
 
 
+class FiniteResults(LocatingMode):
+    """Finds the first operation that reads an inf or NaN and has finite results.
+
+    Args:
+        first: the operation that made the first inf or NaN; those after it are looked at.
+    """
+
+    def __init__(self, first: Place) -> None:
+        super().__init__()
+        self._first: Place | None = first
+        self._read: list[tuple[Place, torch.Tensor]] = []
+        """For each operation: 0, or NaN if an operand is not finite."""
+        self._made: list[torch.Tensor] = []
+        """The same of its results."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        place = self.locate(func)
+        if self._first is not None or not _computes(func) or _ignores_values(func.overloadpacket.__name__):
+            self._first = None if place == self._first else self._first
+            return func(*args, **kwargs)
+        operands = [magnitude(tensor) for _, tensor in _named_operands(func, args, kwargs)]
+        result = func(*args, **kwargs)
+        results = filter(is_floating, (*tree_leaves(result), *written_tensors(func, args, kwargs)))
+        made = [magnitude(tensor) for tensor in results]
+        if operands and made:
+            self._read.append((place, _zero_if_finite(operands)))
+            self._made.append(_zero_if_finite(made))
+        return result
+
+    def found(self) -> Place | None:
+        """Waits for the device; None where no operation did so."""
+        values = _to_host([*(each for _, each in self._read), *self._made])
+        pairs = zip(self._read, values[: len(self._read)], values[len(self._read) :], strict=True)
+        return next((place for (place, _), given, made in pairs if given != 0 and made == 0), None)
+
+
 def _computes(func: Any) -> bool:
     """Whether the results are computed values, neither views nor uninitialized memory."""
     if func._schema.name.removeprefix("aten::") in UNINITIALIZED:
@@ -150,6 +187,16 @@ def magnitude(tensor: torch.Tensor) -> torch.Tensor:
     # By dimension: torch_xla's maximum without one reduces nothing.
     found: torch.Tensor = torch.linalg.vector_norm(tensor, math.inf, list(range(tensor.dim())))
     return found
+
+
+def _ignores_values(name: str) -> bool:
+    """Whether an operation takes the shape of its first operand, or its memory, and not its values."""
+    overwriting = ("copy_", "fill_", "normal_", "uniform_", "zero_")
+    return name.endswith("_like") or name.startswith("new_") or name in overwriting
+
+
+def _zero_if_finite(magnitudes: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([each.double() * 0 for each in magnitudes]).sum()
 
 
 def _to_host(values: Sequence[torch.Tensor]) -> list[Any]:

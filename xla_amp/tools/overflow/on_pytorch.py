@@ -17,7 +17,7 @@ from xla_amp.backends.trees import tree_leaves
 from xla_amp.common import arguments, compiling, progress
 from xla_amp.errors import StepError
 from xla_amp.tools.monitor import kept as kept_step
-from xla_amp.tools.overflow.dispatch_modes import NonfiniteResults, OperandStatistics, is_floating
+from xla_amp.tools.overflow.dispatch_modes import FiniteResults, NonfiniteResults, OperandStatistics, is_floating
 from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer
 
 _SUSPECTS: Final = (16, 256)
@@ -34,11 +34,11 @@ def find_overflow(
 ) -> OverflowReport:
     """Finds the operation that produces the first inf or NaN of a training step.  Leaves all state as it was.
 
-    Runs the step once if all is finite, otherwise two or three times; each run is one program of the lazy device.  The
-    first finds operations with nonfinite results, forward, backward and update; the next examine their operands.  Each
-    run is undone: tensors that operations wrote to, `.grad`, random generators, and the attributes of modules,
-    optimizers, schedulers and scalers that `step` reaches through its arguments, its closure, the globals that it
-    names, or the object whose method it is.
+    Runs the step once if all is finite, otherwise two to four times; each run is one program of the lazy device.  The
+    first finds operations with nonfinite results, forward, backward and update; the next examine their operands, and
+    where an inf became finite, if the results are finite.  Each run is undone: tensors that operations wrote to,
+    `.grad`, random generators, and the attributes of modules, optimizers, schedulers and scalers that `step` reaches
+    through its arguments, its closure, the globals that it names, or the object whose method it is.
 
     Only torch operations are watched: not what the step computes in NumPy, or in JAX, for which
     `xla_amp.jax.find_overflow` does the same.  What the step was given or wrote as a constant (a mask filled with
@@ -108,6 +108,12 @@ def _find(run: Callable[[], Any], found: list[Any]) -> OverflowReport:
             raise StepError(_DIVERGED.format(watch.count, inputs.count))
         producers, given = inputs.producers()
         passed_on += given
+    became_finite = None
+    if producers and is_bad and not any(is_bad):
+        ends = FiniteResults(producers[0].place)
+        with restored(found), ends:
+            run()
+        became_finite = ends.found()
     reaches = any(is_bad) or not is_bad  # without gradient and result, any operation may be what the step is for
     names = [*gradients, *(f"result {number}" for number in range(len(given_back)))]
     bad = [name for name, each in zip(names, is_bad, strict=True) if each]
@@ -116,6 +122,7 @@ def _find(run: Callable[[], Any], found: list[Any]) -> OverflowReport:
         passed_on=passed_on[0] if passed_on and reaches and not producers else None,
         nonfinite_gradients=tuple(name for name in bad if name in gradients),
         results=tuple(name for name in bad if name not in gradients),
+        became_finite=became_finite,
         not_watched=() if is_bad else ("what the step is for: it returns no number and reaches no parameter",),
         scale=scale,
         operations=watch.count,

@@ -110,7 +110,8 @@ class OverflowReport(Report):
     not_watched: tuple[str, ...] = ()
     """What only the results of were seen, or nothing; empty if every operation was seen."""
     became_finite: Place | None = None
-    """In JAX: the first operation that read an inf or NaN and had a finite result, such as ``tanh``."""
+    """Where gradients and results are finite: the first operation after that of the first inf or NaN that read one and
+    had a finite result, such as ``tanh``."""
     scale: float | None = None
     """The loss scale; None without a scaler."""
 
