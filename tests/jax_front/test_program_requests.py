@@ -238,6 +238,11 @@ def guided(p, q, x):
     return network(p, x)
 
 
+def sampled(p, q, x):
+    gradient = jax.grad(lambda x: jnp.sum(network(q, x) ** 2))(x)
+    return x - 0.1 * jax.nn.gelu(network(p, x + gradient)) @ p[3]
+
+
 def validated(p, x, held_out, target):
     p = stepped(p, x)
     return p, jnp.mean((network(p, held_out) - target) ** 2)
@@ -256,6 +261,7 @@ def averaged(p, teacher, x, held_out):
     ("function", "args"),
     [
         (guided, (NETWORK, NETWORK, array(4, 8))),
+        (sampled, ([*NETWORK, array(4, 8, seed=6)], NETWORK, array(5, 8))),
         (validated, (NETWORK, array(4, 8), array(7, 8), array(7, 4))),
         (adapted, (NETWORK, array(4, 8), array(7, 8))),
         (averaged, (NETWORK, NETWORK, array(4, 8), array(7, 8))),

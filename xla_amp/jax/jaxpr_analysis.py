@@ -6,14 +6,14 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, TypeVarTuple, Unpack
+from typing import Any, Final, NamedTuple, TypeVar, TypeVarTuple, Unpack
 
 import numpy as np
 
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import aten_product, sums_nothing
 from xla_amp.jax.decisions import asked_precision, decide, dtype_of
-from xla_amp.jax.primitives import info, name_of
+from xla_amp.jax.primitives import PrimitiveInfo, info, name_of
 from xla_amp.policy import Policy, beside_low
 
 _T = TypeVar("_T")
@@ -34,20 +34,48 @@ def per_jaxpr(function: Callable[[Any, Unpack[_Rest]], _T]) -> Callable[[Any, Un
     return remembered
 
 
+class Node(NamedTuple):
+    """An equation, and what the analyses ask of it."""
+
+    eqn: Any
+    row: PrimitiveInfo
+    reads: frozenset[Any]
+    """The variables that it reads."""
+    inside: list[Any]
+    """The jaxprs that it contains."""
+    decided: bool
+    """Whether an inner region has decided it."""
+    backward: bool
+    """Whether it is part of a backward pass."""
+    differentiated: bool
+    """Whether it is part of a backward pass, or of the function that was differentiated."""
+
+
+_SCOPES: Final = (compat.is_region_scope, compat.is_transpose_scope, compat.is_derivative_scope)
+
+
+@per_jaxpr
+def nodes(jaxpr: Any) -> tuple[Node, ...]:
+    """The equations of a jaxpr, which all analyses read."""
+    marks: dict[int, list[bool]] = {}
+    found = []
+    for eqn in jaxpr.eqns:
+        stack = compat.name_stack(eqn)
+        mark = marks.get(id(stack))
+        if mark is None:
+            mark = marks[id(stack)] = [any(map(is_scope, stack)) for is_scope in _SCOPES]
+        reads = frozenset(compat.variables(eqn.invars))
+        found.append(Node(eqn, info(eqn.primitive.name), reads, compat.sub_jaxprs(eqn.params), *mark))
+    return tuple(found)
+
+
 @per_jaxpr
 def has_backward(jaxpr: Any) -> bool:
     """Whether a jaxpr contains a backward pass."""
-    return any(_is_backward(eqn) or any(map(has_backward, compat.sub_jaxprs(eqn.params))) for eqn in jaxpr.eqns)
+    return any(node.backward or any(map(has_backward, node.inside)) for node in nodes(jaxpr))
 
 
-def _is_backward(eqn: Any) -> bool:
-    return any(map(compat.is_transpose_scope, compat.name_stack(eqn)))
-
-
-def _is_differentiated(eqn: Any) -> bool:
-    return any(map(compat.is_derivative_scope, compat.name_stack(eqn)))
-
-
+@per_jaxpr
 def follows_gradients(jaxpr: Any, after: bool) -> frozenset[int]:
     """Numbers of the equations of a training step that belong to its optimizer.
 
@@ -56,71 +84,82 @@ def follows_gradients(jaxpr: Any, after: bool) -> frozenset[int]:
     gradient makes a new value.  What it reads may also belong to the optimizer, a projection for example: then what
     follows is added to the old value of an argument, and returned.
 
+    No value that an activation made of such a weight is on the way to a new one.
+
     `after`: whether all of the program follows the gradients.
     """
-    eqns = jaxpr.eqns
-    differentiated = [_is_differentiated(eqn) for eqn in eqns]
+    given_nodes = nodes(jaxpr)
     if after:
-        return frozenset(index for index, inside in enumerate(differentiated) if not inside)
-    sources = [
-        _is_backward(eqn) or (not inside and any(map(has_backward, compat.sub_jaxprs(eqn.params))))
-        for eqn, inside in zip(eqns, differentiated, strict=True)
-    ]
+        return frozenset(index for index, node in enumerate(given_nodes) if not node.differentiated)
+    sources = [n.backward or (not n.differentiated and any(map(has_backward, n.inside))) for n in given_nodes]
     if not any(sources):
         return frozenset()
-    spread = {var for eqn in eqns if info(eqn.primitive.name).axis_places for var in eqn.outvars}
+    numbered = list(enumerate(zip(given_nodes, sources, strict=True)))
+    spread = {var for node in given_nodes if node.row.axis_places for var in node.eqn.outvars}
     gradients: set[Any] = set()
     """What depends on a gradient."""
-    for eqn, source in zip(eqns, sources, strict=True):
-        if source or not gradients.isdisjoint(_variables(eqn)):
-            gradients.update(eqn.outvars)
+    for _, (node, source) in numbered:
+        if source or not gradients.isdisjoint(node.reads):
+            gradients.update(node.eqn.outvars)
     given = {v for v in (*jaxpr.invars, *jaxpr.constvars) if any(n != 1 for n in getattr(v.aval, "shape", ()))}
     returned = gradients.intersection(compat.variables(jaxpr.outvars))
     """New values: what is returned, and what it is made of element by element."""
     others = {v for v in given if v.aval.shape not in {out.aval.shape for out in returned}}
     """What is updated nowhere, and what is computed from it."""
+    network: set[Any] = set()
+    """What an activation makes of such a weight and of a gradient, and what is computed from it."""
+    for node in given_nodes:
+        if not node.differentiated and not others.isdisjoint(node.reads):
+            others.update(node.eqn.outvars)
+            if not network.isdisjoint(node.reads) or (_activates(node) and not gradients.isdisjoint(node.reads)):
+                network.update(node.eqn.outvars)
     updated: set[Any] = set()
     """Weights and the optimizer's state: they meet gradients in an equation whose result has their shape."""
     model: set[Any] = set()
     """What the differentiated part reads."""
     updates: set[Any] = set()
     """What depends on gradients, and is on the way to a new value of an argument."""
-    for eqn, inside, source in zip(reversed(eqns), reversed(differentiated), reversed(sources), strict=True):
-        variables = _variables(eqn)
-        if inside or source:
-            model.update(variables - gradients)
-        elif gradients.isdisjoint(eqn.outvars):
+    for _, (node, source) in reversed(numbered):
+        outs = node.eqn.outvars
+        if node.differentiated or source:
+            model |= node.reads - gradients
+        elif gradients.isdisjoint(outs):
             for found in (updated, model):
-                if not found.isdisjoint(eqn.outvars):
-                    found.update(variables)
+                if not found.isdisjoint(outs):
+                    found |= node.reads
         else:
-            row, shapes = info(eqn.primitive.name), {getattr(var.aval, "shape", None) for var in eqn.outvars}
-            alike = {v for v in variables if getattr(v.aval, "shape", None) in shapes and row.kind != "contraction"}
-            updated.update(alike - gradients)
-            if not returned.isdisjoint(eqn.outvars):
-                returned.update(alike)
+            shapes = {getattr(var.aval, "shape", None) for var in outs}
+            alike = {v for v in node.reads if getattr(v.aval, "shape", None) in shapes}
+            alike = set() if node.row.kind == "contraction" else alike
+            updated |= alike - gradients
+            if not returned.isdisjoint(outs):
+                returned |= alike
                 if alike - gradients - spread:
-                    updates.update(eqn.outvars)
-            if not updates.isdisjoint(eqn.outvars):
-                updates.update(variables & gradients)
-    batch = {v for v in given if v in model and v not in updated}
-    """The batch, and what is computed from it outside of the differentiated part."""
+                    updates.update(outs)
+            if not updates.isdisjoint(outs) and network.isdisjoint(outs):
+                updates |= node.reads & gradients
+    batch = {v for v in given if v in model and v not in updated} | network
+    """The batch, what is computed from it outside of the differentiated part, and what a network computes."""
     numbers: set[int] = set()
-    for index, (eqn, inside, source) in enumerate(zip(eqns, differentiated, sources, strict=True)):
-        variables = _variables(eqn)
-        if inside:
+    for index, (node, source) in numbered:
+        if node.differentiated:
             continue
-        if not others.isdisjoint(variables):
-            others.update(eqn.outvars)
-        if not batch.isdisjoint(variables):
-            batch.update(eqn.outvars)
+        outs = node.eqn.outvars
+        if not batch.isdisjoint(node.reads):
+            batch.update(outs)
         elif (
             not source
-            and not gradients.isdisjoint(variables)
-            and (others.isdisjoint(variables) or not updates.isdisjoint(eqn.outvars))
+            and batch.isdisjoint(outs)
+            and not gradients.isdisjoint(node.reads)
+            and (others.isdisjoint(node.reads) or not updates.isdisjoint(outs))
         ):
             numbers.add(index)
     return frozenset(numbers)
+
+
+def _activates(node: Node) -> bool:
+    """Whether an equation is a layer's nonlinearity, which no optimizer has."""
+    return node.row.kind == "custom_jvp" or "made" in _near_one(node)
 
 
 @per_jaxpr
@@ -129,31 +168,36 @@ def near_one(jaxpr: Any) -> frozenset[int]:
 
     In a low dtype ``1 - sigmoid(z)`` has lost all digits, or is 0.
     """
-    kinds = list(map(_near_one, jaxpr.eqns))
+    kinds = list(map(_near_one, nodes(jaxpr)))
+    if not any("made" in each for each in kinds):
+        return frozenset()
     read: list[Any] = []
-    made: dict[Any, tuple[int, beside_low.NearOne, set[Any]]] = {}
-    for index, eqn in enumerate(jaxpr.eqns):
-        variables, each = _variables(eqn), kinds[index]
+    made: dict[Any, tuple[int, beside_low.NearOne, frozenset[Any]]] = {}
+    for index, (node, each) in enumerate(zip(nodes(jaxpr), kinds, strict=True)):
         kind: beside_low.NearOne = "ends" if "ends" in each else "made" if "made" in each else ""
-        made.update(dict.fromkeys(eqn.outvars, (index, kind, variables)))
-        read += variables if "read" in each else compat.variables(eqn.invars[1:]) if each == {"divided"} else ()
+        made.update(dict.fromkeys(node.eqn.outvars, (index, kind, node.reads)))
+        if "read" in each:
+            read += node.reads
+        elif each == {"divided"}:
+            read += compat.variables(node.eqn.invars[1:])
     return beside_low.near_one(read, made.get)
 
 
-def _near_one(eqn: Any) -> frozenset[str]:
-    row = info(eqn.primitive.name)
-    if row.kind in ("call", "checkpoint", "custom_jvp"):
-        return frozenset[str]().union(*map(_near_one_inside, compat.sub_jaxprs(eqn.params)))
-    return frozenset({row.near_one if row.kind in (None, "clear", "data_movement", "conversion") else "ends"})
+_NEAR_ONE: Final = {kind: frozenset({kind}) for kind in ("", "made", "read", "divided", "ends")}
+
+
+def _near_one(node: Node) -> frozenset[str]:
+    if node.row.kind in ("call", "checkpoint", "custom_jvp"):
+        return frozenset[str]().union(*map(_near_one_inside, node.inside))
+    return _NEAR_ONE[node.row.near_one if node.row.kind in _TRANSPARENT else "ends"]
+
+
+_TRANSPARENT: Final = frozenset({None, "clear", "data_movement", "conversion"})
 
 
 @per_jaxpr
 def _near_one_inside(jaxpr: Any) -> frozenset[str]:
-    return frozenset[str]().union(*map(_near_one, jaxpr.eqns))
-
-
-def _variables(eqn: Any) -> set[Any]:
-    return set(compat.variables(eqn.invars))
+    return frozenset[str]().union(*map(_near_one, nodes(jaxpr)))
 
 
 def gradient_outputs(jaxpr: Any, backward: bool, f32_outputs: Sequence[bool] | None) -> frozenset[Any]:
@@ -162,28 +206,25 @@ def gradient_outputs(jaxpr: Any, backward: bool, f32_outputs: Sequence[bool] | N
     `backward`: whether all of the program belongs to a backward pass; `f32_outputs`: which of its results are such
     gradients, None for all.
     """
-    inside = [backward or _is_backward(eqn) for eqn in jaxpr.eqns]
-    if not any(inside):
+    of_backward = [node for node in nodes(jaxpr) if backward or node.backward]
+    if not of_backward:
         return frozenset()
     flags = [True] * len(jaxpr.outvars) if f32_outputs is None else f32_outputs
     found = set(compat.variables(itertools.compress(jaxpr.outvars, flags)))
-    for eqn, is_inside in zip(reversed(jaxpr.eqns), reversed(inside), strict=True):
-        if not is_inside or (info(eqn.primitive.name).passes_gradient and not found.isdisjoint(eqn.outvars)):
-            found.update(_variables(eqn))
-    computed = {var for eqn, is_inside in zip(jaxpr.eqns, inside, strict=True) if is_inside for var in eqn.outvars}
-    return frozenset(found & computed)
+    for node in reversed(nodes(jaxpr)):
+        outside = not (backward or node.backward)
+        if outside or (node.row.passes_gradient and not found.isdisjoint(node.eqn.outvars)):
+            found |= node.reads
+    return frozenset(found.intersection(var for node in of_backward for var in node.eqn.outvars))
 
 
+@per_jaxpr
 def residual_outputs(jaxpr: Any) -> frozenset[Any]:
     """Results of sharded functions in a forward pass that only the backward pass reads."""
-    sharded = [eqn for eqn in jaxpr.eqns if info(eqn.primitive.name).kind == "shard_map" and not _is_backward(eqn)]
-    if not sharded:
-        return frozenset()
-    found = {var for eqn in sharded for var in eqn.outvars}
-    found.difference_update(compat.variables(jaxpr.outvars))
-    for eqn in jaxpr.eqns:
-        if not _is_backward(eqn):
-            found.difference_update(_variables(eqn))
+    forward = [node for node in nodes(jaxpr) if not node.backward]
+    found = {var for node in forward if node.row.kind == "shard_map" for var in node.eqn.outvars}
+    if found:
+        found.difference_update(compat.variables(jaxpr.outvars), *(node.reads for node in forward))
     return frozenset(found)
 
 
@@ -204,14 +245,14 @@ def runs_low(eqn: Any, policy: Policy) -> bool:
 def contracted_arguments(jaxpr: Any, policy: Policy) -> tuple[bool, ...]:
     """For each argument of a jaxpr, whether a low-precision contraction reads it."""
     reads: set[Any] = set()
-    for eqn in reversed(jaxpr.eqns):
-        kind = info(eqn.primitive.name).kind
+    for node in reversed(nodes(jaxpr)):
+        eqn, kind = node.eqn, node.row.kind
         if kind == "contraction" and runs_low(eqn, policy):
             reads.update(compat.variables(eqn.invars[:2]))
         elif kind == "data_movement" and eqn.outvars[0] in reads:
             reads.update(compat.variables(eqn.invars[:1]))
         elif kind in ("call", "checkpoint"):
-            (inner,) = compat.sub_jaxprs(eqn.params)
+            (inner,) = node.inside
             reads.update(compat.variables(itertools.compress(eqn.invars, contracted_arguments(inner, policy))))
     return tuple(var in reads for var in jaxpr.invars)
 
@@ -220,27 +261,25 @@ def contracted_arguments(jaxpr: Any, policy: Policy) -> tuple[bool, ...]:
 def selecting_outputs(jaxpr: Any) -> tuple[bool, ...]:
     """For each result of a jaxpr, whether its elements are 0 and 1, made from booleans inside."""
     made: set[Any] = set()
-    for eqn in jaxpr.eqns:
-        kind = info(eqn.primitive.name).kind
+    for node in nodes(jaxpr):
+        eqn, kind = node.eqn, node.row.kind
         from_booleans = kind == "conversion" and dtype_of(eqn.invars[0].aval) == np.bool_
-        if from_booleans or (kind == "data_movement" and not made.isdisjoint(_variables(eqn))):
+        if from_booleans or (kind == "data_movement" and not made.isdisjoint(node.reads)):
             made.update(eqn.outvars)
         elif kind == "call":
-            (inner,) = compat.sub_jaxprs(eqn.params)
-            made.update(var for var, flag in zip(eqn.outvars, selecting_outputs(inner), strict=True) if flag)
+            made.update(itertools.compress(eqn.outvars, selecting_outputs(*node.inside)))
     return tuple(not isinstance(v, compat.Literal) and v in made for v in jaxpr.outvars)
 
 
 @per_jaxpr
 def residual_additions(jaxpr: Any) -> frozenset[Any]:
     """Results of additions ``x + f(x)`` of two arrays of one shape, where a contraction in ``f`` depends on ``x``."""
-    sums = [index for index, eqn in enumerate(jaxpr.eqns) if info(eqn.primitive.name).adds and _of_one_shape(eqn)]
     found = set()
-    for index in sums:
-        first, second = jaxpr.eqns[index].invars
-        before = jaxpr.eqns[:index]
-        if second in _through_products(before, first) or first in _through_products(before, second):
-            found.update(jaxpr.eqns[index].outvars)
+    for index, node in enumerate(nodes(jaxpr)):
+        if node.row.adds and _of_one_shape(node.eqn):
+            (first, second), before = node.eqn.invars, nodes(jaxpr)[:index]
+            if second in _through_products(before, first) or first in _through_products(before, second):
+                found.update(node.eqn.outvars)
     return frozenset(found)
 
 
@@ -256,27 +295,26 @@ def residual_carries(jaxpr: Any, first: int, count: int) -> tuple[bool, ...]:
     """
     carries = zip(jaxpr.invars[first : first + count], jaxpr.outvars[:count], strict=True)
     return tuple(
-        not isinstance(after, compat.Literal) and after in _through_products(jaxpr.eqns, before)
+        not isinstance(after, compat.Literal) and after in _through_products(nodes(jaxpr), before)
         for before, after in carries
     )
 
 
-def _through_products(eqns: Sequence[Any], source: Any) -> set[Any]:
+def _through_products(between: Sequence[Node], source: Any) -> set[Any]:
     """Variables that depend on a contraction that depends on `source`."""
     reached, found = {source}, set[Any]()
-    for eqn in eqns:
-        variables = _variables(eqn)
-        if not found.isdisjoint(variables):
-            found.update(eqn.outvars)
-        elif not reached.isdisjoint(variables):
-            (found if _contracts(eqn) else reached).update(eqn.outvars)
+    for node in between:
+        if not found.isdisjoint(node.reads):
+            found.update(node.eqn.outvars)
+        elif not reached.isdisjoint(node.reads):
+            (found if _contracts(node) else reached).update(node.eqn.outvars)
     return found
 
 
-def _contracts(eqn: Any) -> bool:
-    return info(eqn.primitive.name).kind == "contraction" or any(map(_has_product, compat.sub_jaxprs(eqn.params)))
+def _contracts(node: Node) -> bool:
+    return node.row.kind == "contraction" or any(map(_has_product, node.inside))
 
 
 @per_jaxpr
 def _has_product(jaxpr: Any) -> bool:
-    return any(map(_contracts, jaxpr.eqns))
+    return any(map(_contracts, nodes(jaxpr)))

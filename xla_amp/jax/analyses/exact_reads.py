@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import jax.numpy as jnp
 
 from xla_amp.jax import compat, rebind
-from xla_amp.jax.jaxpr_analysis import per_jaxpr
+from xla_amp.jax.jaxpr_analysis import Node, nodes, per_jaxpr
 from xla_amp.jax.primitives import info
 
 Reads: TypeAlias = frozenset[int] | None
@@ -51,10 +51,14 @@ def _reads(jaxpr: Any) -> Mapping[Any, Reads]:
     found: dict[Any, Reads] = {}
     for index, atom in enumerate(jaxpr.outvars):
         _add(found, atom, frozenset({index}))
-    for eqn in reversed(jaxpr.eqns):
-        outs = [found.get(variable, _EXACTLY) for variable in eqn.outvars]
-        for atom, reads in zip(eqn.invars, _of_operands(eqn, outs), strict=True):
-            _add(found, atom, reads)
+    for node in reversed(nodes(jaxpr)):
+        outs = [found.get(variable, _EXACTLY) for variable in node.eqn.outvars]
+        reads = _of_operands(node, outs)
+        if reads is None:
+            found.update(dict.fromkeys(node.reads))
+            continue
+        for atom, each in zip(node.eqn.invars, reads, strict=True):
+            _add(found, atom, each)
     return found
 
 
@@ -74,16 +78,16 @@ def _all(reads: Sequence[Reads]) -> Reads:
     return found
 
 
-def _of_operands(eqn: Any, outs: Sequence[Reads]) -> Sequence[Reads]:
-    """What reads each operand of an equation through it, if `outs` reads its results."""
-    row, count = info(eqn.primitive.name), len(eqn.invars)
+def _of_operands(node: Node, outs: Sequence[Reads]) -> Sequence[Reads] | None:
+    """What reads each operand of an equation through it, if `outs` reads its results; None if it rounds all."""
+    eqn, row, count = node.eqn, node.row, len(node.eqn.invars)
     if row.kind in _INSIDE:
         return _INSIDE[row.kind](eqn, outs)
     if row.kind == "conversion":
         return [_of_conversion(eqn.outvars[0].aval.dtype, outs[0])] * count
     if row.exact:
         return [_EXACTLY] * count
-    return [_all(outs) if row.picks or row.kind == "data_movement" else None] * count
+    return [_all(outs)] * count if row.picks or row.kind == "data_movement" else None
 
 
 def _of_conversion(dtype: Any, out: Reads) -> Reads:

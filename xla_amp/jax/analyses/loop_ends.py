@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_amp.jax import compat, rebind
-from xla_amp.jax.jaxpr_analysis import per_jaxpr, runs_low
+from xla_amp.jax.jaxpr_analysis import nodes, per_jaxpr, runs_low
 from xla_amp.jax.primitives import info
 from xla_amp.policy import Policy
 
@@ -75,9 +75,10 @@ def ends_by_floats(eqn: Any, policy: Policy, *, low_carry: bool) -> bool:
 def solves(jaxpr: Any, policy: Policy, low_carry: bool) -> bool:
     """Whether a jaxpr contains a loop that `ends_by_floats`."""
     return any(
-        (info(eqn.primitive.name).kind == "while" and ends_by_floats(eqn, policy, low_carry=low_carry))
-        or any(solves(inner, policy, low_carry) for inner in compat.sub_jaxprs(eqn.params))
-        for eqn in jaxpr.eqns
+        (node.row.kind == "while" and ends_by_floats(node.eqn, policy, low_carry=low_carry))
+        or any(solves(inner, policy, low_carry) for inner in node.inside)
+        for node in nodes(jaxpr)
+        if node.inside
     )
 
 

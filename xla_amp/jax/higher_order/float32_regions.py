@@ -18,7 +18,7 @@ import numpy as np
 
 from xla_amp.jax import compat
 from xla_amp.jax.decisions import decide
-from xla_amp.jax.jaxpr_analysis import per_jaxpr
+from xla_amp.jax.jaxpr_analysis import Node, nodes, per_jaxpr
 from xla_amp.jax.primitives import info, name_of
 from xla_amp.policy import Policy, effects, op_catalog
 from xla_amp.policy.effects import Remembered
@@ -51,37 +51,33 @@ def candidates(jaxpr: Any, policy: Policy) -> Candidates:
     """Where regions may be under a policy; empty if nowhere."""
     stops: dict[int, int] = {}
     stop = len(jaxpr.eqns)
-    for index in reversed(range(stop)):
-        eqn = jaxpr.eqns[index]
-        if not _is_cheap(eqn):
+    for index, node in reversed(list(enumerate(nodes(jaxpr)))):
+        if not _is_cheap(node):
             stop = index
-        elif _widens(eqn, policy):
+        elif _widens(node, policy):
             stops[index] = stop
     readers: dict[Any, set[int]] = {}
     if stops:
-        read = [*((-1, v) for v in compat.variables(jaxpr.outvars))]
-        read += ((number, v) for number, eqn in enumerate(jaxpr.eqns) for v in compat.variables(eqn.invars))
-        for number, variable in read:
-            readers.setdefault(variable, set()).add(number)
+        of_caller = frozenset(compat.variables(jaxpr.outvars))
+        for number, read in [(-1, of_caller), *((n, node.reads) for n, node in enumerate(nodes(jaxpr)))]:
+            for variable in read:
+                readers.setdefault(variable, set()).add(number)
     return Candidates(stops, readers)
 
 
-def _is_cheap(eqn: Any) -> bool:
-    name = eqn.primitive.name
-    if any(map(compat.is_region_scope, compat.name_stack(eqn))):
+def _is_cheap(node: Node) -> bool:
+    if node.decided:
         return False
-    if _is_call(name):
-        return all(map(_all_cheap, compat.sub_jaxprs(eqn.params)))
-    return _is_cheap_primitive(name)
+    return all(map(_all_cheap, node.inside)) if _is_call(node) else _is_cheap_primitive(node.eqn.primitive.name)
 
 
 @per_jaxpr
 def _all_cheap(jaxpr: Any) -> bool:
-    return all(map(_is_cheap, jaxpr.eqns))
+    return all(map(_is_cheap, nodes(jaxpr)))
 
 
-def _is_call(primitive: str) -> bool:
-    return info(primitive).kind in ("call", "custom_jvp")
+def _is_call(node: Node) -> bool:
+    return node.row.kind in ("call", "custom_jvp")
 
 
 @functools.cache
@@ -93,17 +89,16 @@ def _is_cheap_primitive(name: str) -> bool:
     return computed or name.startswith("reduce_")
 
 
-def _widens(eqn: Any, policy: Policy) -> bool:
+def _widens(node: Node, policy: Policy) -> bool:
     """Whether a rule computes an equation in float32 whose derivative needs its operand or its result."""
-    name = eqn.primitive.name
-    if _is_call(name):
-        return any(_any_widens(jaxpr, policy) for jaxpr in compat.sub_jaxprs(eqn.params))
-    return _widens_primitive(name_of(eqn), policy)
+    if _is_call(node):
+        return any(_any_widens(jaxpr, policy) for jaxpr in node.inside)
+    return _widens_primitive(name_of(node.eqn), policy)
 
 
 @per_jaxpr
 def _any_widens(jaxpr: Any, policy: Policy) -> bool:
-    return any(_widens(eqn, policy) for eqn in jaxpr.eqns)
+    return any(_widens(node, policy) for node in nodes(jaxpr))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -120,11 +115,12 @@ def find(jaxpr: Any, readers: dict[Any, set[int]], numbers: Sequence[int], low: 
     """
     inside = set(low)
     members: list[int] = []
+    equations = nodes(jaxpr)
     for number in numbers:
-        eqn = jaxpr.eqns[number]
-        if not inside.isdisjoint(compat.variables(eqn.invars)):
+        node = equations[number]
+        if not inside.isdisjoint(node.reads):
             members.append(number)
-            inside.update(eqn.outvars)
+            inside.update(node.eqn.outvars)
     chosen = set(members)
     made = [var for number in members for var in jaxpr.eqns[number].outvars]
     reads = {name(atom): atom for number in members for atom in _values(jaxpr.eqns[number].invars)}
