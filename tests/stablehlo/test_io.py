@@ -15,10 +15,9 @@ import pytest
 from jax import export
 
 from xla_amp.errors import FileError, ModuleError
-from xla_amp.stablehlo import execution, io, ir
+from xla_amp.stablehlo import execution, guard, io, ir
 from xla_amp.stablehlo.passes.autocast import autocast
 from xla_amp.stablehlo.program import FORMATS, Format, Program, detect, dump
-from xla_amp.stablehlo.workers import Worker, WorkerEndedError
 
 X, W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
 
@@ -129,12 +128,22 @@ def test_damage_is_one_clear_error(data, message):
     assert len(str(raised.value)) < 1000
 
 
-def test_a_reader_that_never_ends_is_stopped(tmp_path, monkeypatch):
+def test_a_reader_that_never_ends_is_stopped_and_the_next_starts(tmp_path, monkeypatch):
     (tmp_path / "sleeper.py").write_text("import time; time.sleep(60)")
     monkeypatch.syspath_prepend(tmp_path)
-    worker = Worker("sleeper")
-    with pytest.raises(WorkerEndedError, match="no answer in 1 s"):
-        worker.ask({}, b"", timeout=1)
+    other = guard._Guard()
+    with monkeypatch.context() as patch:
+        patch.setattr(guard, "_WORKER", "sleeper")
+        patch.setattr(guard, "_TIMEOUT", (1, 0))
+        patch.setattr(guard, "_START", 0)
+        with pytest.raises(ModuleError, match=r"it crashed or did not end \(no answer in 1 s\)"):
+            other.ask({}, b"", failed="it")
+    with pytest.raises(ModuleError, match="it failed: KeyError: 'name'"):
+        other.ask({}, b"", failed="it")
+    other.kill()
+    with pytest.raises(ModuleError, match=r"it crashed or did not end \(signal 9\)"):
+        other.ask({}, b"", failed="it")
+    assert other.close() == 0
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(module, tmp_path):

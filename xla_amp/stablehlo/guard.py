@@ -2,22 +2,38 @@
 
 Damaged bytecode can abort MLIR's parsers or make them loop forever, and so can a module that has no portable artifact
 abort the writer.  XLA's compiler ends by a stack overflow for functions that call each other.
+
+A question is a dict as JSON, then bytes; so is the reply.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
+from xla_amp.common import config
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo.workers import Worker, WorkerEndedError
 
 _TIMEOUT: Final = (10.0, 5e-6)
 """Seconds that the process may take, and seconds more per byte."""
 _START: Final = 60
 """Seconds more for its start, on a busy machine."""
+_WORKER: Final = "xla_amp.stablehlo.guard_worker"
+_ENVIRONMENT: Final = MappingProxyType(
+    {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONSAFEPATH": "1",  # the working folder may hold a jax.py
+        "XLA_FLAGS": "",  # the flags of this process are not for the worker
+    }
+)
 
 
 class _Guard:
@@ -25,7 +41,7 @@ class _Guard:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._worker: Worker | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, question: Mapping[str, Any], data: bytes, *, failed: str, limit: bool = True) -> dict[str, Any]:
         """The worker's reply; the bytes that it makes of `data` are ``"data"``.
@@ -41,33 +57,61 @@ class _Guard:
         """
         seconds = _TIMEOUT[0] + _TIMEOUT[1] * len(data)
         with self._lock:
-            if self._worker is None or self._worker.closed:
-                self._worker = Worker("xla_amp.stablehlo.guard_worker")
-                atexit.register(self.close)
+            if self._process is None:
+                self._start()
                 seconds += _START
             try:
-                reply = self._worker.ask(question, data, timeout=seconds if limit else None)
-            except WorkerEndedError as error:
-                self.close()
-                how = str(error).partition(", it printed")[0]
+                self._wire.send_bytes(json.dumps(question).encode())
+                self._wire.send_bytes(data)
+                if limit and not self._wire.poll(seconds):
+                    raise TimeoutError(f"no answer in {seconds:.0f} s")
+                reply: dict[str, Any] = json.loads(self._wire.recv_bytes())
+                reply["data"] = self._wire.recv_bytes()
+            except (EOFError, OSError) as error:
+                status = self.close()
+                how = f"signal {-status}" if status < 0 else f"exit status {status}"
+                how = str(error) if isinstance(error, TimeoutError) else how
                 raise ModuleError(f"{failed} crashed or did not end ({how})") from None
+            except BaseException:
+                self.close()  # the pending answer would be read as the answer to the next question
+                raise
         if "error" in reply:
             raise ModuleError(f"{failed} failed: {reply['error'].splitlines()[0]}")
         if "refused" in reply:
             raise ModuleError(reply["refused"])
         return reply
 
+    def _start(self) -> None:
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._wire, other = multiprocessing.Pipe()
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _WORKER, str(other.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                env=config.child_environment({**_ENVIRONMENT, "PYTHONPATH": path}),
+            )
+        atexit.register(self.close)
+
     def kill(self) -> None:
         """Ends the process at once, from any thread, whatever it runs."""
-        if self._worker is not None:
-            self._worker.kill()
+        if self._process is not None:
+            self._process.kill()
 
-    def close(self) -> None:
-        """Ends the process; a later `ask` starts another."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-            atexit.unregister(self.close)
+    def close(self) -> int:
+        """Ends the process, unless it has ended, and returns its status; a later `ask` starts another."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        atexit.unregister(self.close)
+        self._wire.close()  # the end of its questions
+        try:
+            return process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
 
 
 guard: Final = _Guard()

@@ -1,12 +1,16 @@
-"""Worker process of `xla_amp.stablehlo.guard`: ``python -m xla_amp.stablehlo.guard_worker``."""
+"""Worker process of `xla_amp.stablehlo.guard`: ``python -m xla_amp.stablehlo.guard_worker DESCRIPTOR``."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import execution, ir, program, workers
+from xla_amp.stablehlo import execution, ir, program
 
 
 def handle(question: Mapping[str, Any], data: bytes) -> dict[str, Any]:
@@ -26,5 +30,19 @@ def handle(question: Mapping[str, Any], data: bytes) -> dict[str, Any]:
     return {}
 
 
+def serve(wire: Connection) -> None:
+    """Answers the questions of the process at the other end until it ends."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            question, data = json.loads(wire.recv_bytes()), wire.recv_bytes()
+            try:
+                reply = handle(question, data)
+            except Exception as error:  # reported to the process that asked
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            made = reply.pop("data", b"")
+            wire.send_bytes(json.dumps(reply).encode())
+            wire.send_bytes(made)
+
+
 if __name__ == "__main__":
-    workers.serve(handle)
+    serve(Connection(int(sys.argv[1])))
