@@ -107,11 +107,11 @@ def test_platform(monkeypatch, ours, pjrt, expected):
         ("XLA_AMP_FALLBACK", "silent", config.fallback, "'silent': expected one of error, cpu"),
         ("XLA_AMP_ENGINE", "xla", config.engine, "'xla': expected one of auto, torch_xla, jax"),
         ("XLA_AMP_PLATFORM", "cuda", config.platform, "'cuda': expected one of cpu, gpu, tpu"),
-        ("XLA_AMP_TAPE_LIMIT", "many", config.tape_limit, "'many': expected a positive whole number"),
+        ("XLA_AMP_TAPE_LIMIT", "many", config.tape_limit, "'many': expected a whole number of operations, at least 1"),
         ("XLA_AMP_EAGER", "yes", config.eager, "'yes': expected one of 0, 1"),
         ("XLA_AMP_HUGGINGFACE", "yes", config.huggingface, "'yes': expected one of 0, 1"),
         ("XLA_AMP_CPU_TRAINING", "1", config.warns_of_cpu_training, "'1': expected one of warn, allow"),
-        ("XLA_AMP_TAPE_LIMIT", "0", config.tape_limit, "'0': expected a positive whole number"),
+        ("XLA_AMP_TAPE_LIMIT", "0", config.tape_limit, "'0': expected a whole number of operations, at least 1"),
         ("XLA_AMP_COMPILER_OPTIONS", "xla_one", config.compiler_options, "'xla_one': expected name=value"),
         (
             "XLA_AMP_DEBUG",

@@ -343,7 +343,7 @@ def test_the_place_of_a_process(monkeypatch):
         ("RANK", "2", r"RANK='2': expected a number from 0 to 1"),
         ("MASTER_PORT", "", "MASTER_ADDR and MASTER_PORT must say where process 0 is"),
         ("WORLD_SIZE", "two", "WORLD_SIZE='two': expected a whole number"),
-        ("XLA_AMP_TIMEOUT", "2", "XLA_AMP_TIMEOUT=2: expected at least 3 seconds"),
+        ("XLA_AMP_TIMEOUT", "2", "XLA_AMP_TIMEOUT='2': expected a whole number of seconds, at least 3"),
     ):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)

@@ -1,8 +1,9 @@
 """Environment variables, which no other file of the package reads, and the installed version.
 
-Each function reads at call time, so a test or a notebook can change a variable.  Only `place_process` writes variables,
-in a process that `launch` has started, `place_in_group` in one that torch.distributed was told the place of, and
-`place_command` in a process of the command line.
+Each function reads at call time, so a test or a notebook can change a variable, and raises `PolicyError` for a value
+that the variable does not have, or that contradicts another one.  Only `place_process` writes variables, in a process
+that `launch` has started, `place_in_group` in one that torch.distributed was told the place of, and `place_command` in
+a process of the command line.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ _ENGINES: Final[tuple[EngineName, ...]] = get_args(EngineName)
 _FALLBACKS: Final[tuple[Fallback, ...]] = get_args(Fallback)
 _PROGRESS: Final[tuple[Progress, ...]] = get_args(Progress)
 _DEBUG: Final[tuple[Debug, ...]] = get_args(Debug)
+_SWITCH: Final = ("0", "1")
 _LEGACY_DTYPE_FLAGS: Final = ("XLA_USE_BF16", "XLA_USE_F16")
 _PJRT_PLATFORMS: Final[dict[str, Platform]] = {"CPU": "cpu", "CUDA": "gpu", "GPU": "gpu", "ROCM": "gpu", "TPU": "tpu"}
 
@@ -88,60 +90,31 @@ def fallback() -> Fallback:
     """``XLA_AMP_FALLBACK``: what happens to an operation that has no lowering.
 
     ``error`` (default) raises; ``cpu`` runs it on the CPU, which waits for the device, warns and is counted.
-
-    Raises:
-        PolicyError: another value.
     """
     return _choice(FALLBACK, _FALLBACKS, "error")
 
 
 def engine() -> EngineName:
-    """``XLA_AMP_ENGINE``: ``auto`` (default), ``torch_xla`` or ``jax``.
-
-    Raises:
-        PolicyError: another value.
-    """
+    """``XLA_AMP_ENGINE``: ``auto`` (default), ``torch_xla`` or ``jax``."""
     return _choice(ENGINE, _ENGINES, "auto")
 
 
 def tape_limit() -> int:
-    """``XLA_AMP_TAPE_LIMIT``: recorded operations (default 100,000) after which the lazy engine flushes by itself.
-
-    Raises:
-        PolicyError: not a positive whole number.
-    """
-    value = os.environ.get(TAPE_LIMIT, "").strip()
-    if not value:
-        return TAPE_LIMIT_DEFAULT
-    try:
-        limit = int(value)
-    except ValueError:
-        limit = 0
-    if limit < 1:
-        raise PolicyError(
-            f"{TAPE_LIMIT}={value!r}: expected a positive whole number of operations, e.g. {TAPE_LIMIT_DEFAULT}"
-        )
-    return limit
+    """``XLA_AMP_TAPE_LIMIT``: recorded operations (default 100,000) after which the lazy engine flushes by itself."""
+    return _number(TAPE_LIMIT, TAPE_LIMIT_DEFAULT, 1, "operations")
 
 
 def eager() -> bool:
     """``XLA_AMP_EAGER``: ``1`` runs each operation of the lazy device at once, to debug; ``0`` (default) records them.
 
     Read when the device starts.
-
-    Raises:
-        PolicyError: another value.
     """
-    return _choice(EAGER, ("0", "1"), "0") == "1"
+    return _choice(EAGER, _SWITCH, "0") == "1"
 
 
 def huggingface() -> bool:
-    """``XLA_AMP_HUGGINGFACE``: ``1`` enables `xla_amp.integrations.huggingface` at ``import torch``; ``0`` (default).
-
-    Raises:
-        PolicyError: another value.
-    """
-    return _choice(HUGGINGFACE, ("0", "1"), "0") == "1"
+    """``XLA_AMP_HUGGINGFACE``: ``1`` is `xla_amp.integrations.huggingface` at ``import torch``; ``0`` (default)."""
+    return _choice(HUGGINGFACE, _SWITCH, "0") == "1"
 
 
 def cache() -> Path | Literal["off", "default"]:
@@ -170,20 +143,12 @@ def xla_environment() -> dict[str, str]:
 
 
 def progress() -> Progress:
-    """``XLA_AMP_PROGRESS``: whether long commands show progress: ``auto`` (default, on a terminal), ``on``, ``off``.
-
-    Raises:
-        PolicyError: another value.
-    """
+    """``XLA_AMP_PROGRESS``: whether long commands show progress: ``auto`` (default, on a terminal), ``on``, ``off``."""
     return _choice(PROGRESS, _PROGRESS, "auto")
 
 
 def warns_of_cpu_training() -> bool:
-    """``XLA_AMP_CPU_TRAINING``: ``warn`` (default) of a model that trains on the CPU beside the device, or ``allow``.
-
-    Raises:
-        PolicyError: another value.
-    """
+    """``XLA_AMP_CPU_TRAINING``: ``warn`` (default) of models that train on the CPU beside the device, or ``allow``."""
     return _choice(CPU_TRAINING, ("warn", "allow"), "warn") == "warn"
 
 
@@ -192,9 +157,6 @@ def debug() -> frozenset[Debug]:
 
     ``recompile``: each program compiled after a line's first, and each new capture, with the reason.  ``sync``: each
     time that Python waits for the device, with the line.
-
-    Raises:
-        PolicyError: an unknown word.
     """
     value = os.environ.get(DEBUG)
     if not value:
@@ -211,9 +173,6 @@ def program_memory() -> tuple[int, int]:
 
     A whole number of bytes, or one with K, M or G (powers of 1024), as ``"2G"``.  Unset: 512 MiB, and the 8 that ran
     last.
-
-    Raises:
-        PolicyError: not a positive size.
     """
     value = os.environ.get(PROGRAM_MEMORY, "").strip()
     if not value:
@@ -231,9 +190,6 @@ def compiler_options() -> dict[str, str]:
 
     Written as in ``XLA_FLAGS`` or as names alone, ``"xla_gpu_autotune_level=0 xla_cpu_enable_fast_math=true"``; they
     replace the package's own (`xla_amp.lazy.programs.pjrt`), and an empty value restores XLA's default.
-
-    Raises:
-        PolicyError: a word is not ``name=value``.
     """
     found = {}
     for word in os.environ.get(COMPILER_OPTIONS, "").split():
@@ -255,9 +211,6 @@ def platform() -> Platform | None:
     """XLA platform from ``XLA_AMP_PLATFORM``, or else from ``PJRT_DEVICE``; None when neither names one.
 
     ``PJRT_DEVICE`` is torch_xla's variable; values that name no XLA platform are ignored.
-
-    Raises:
-        PolicyError: ``XLA_AMP_PLATFORM`` is not ``cpu``, ``gpu`` or ``tpu``.
     """
     if os.environ.get(PLATFORM, "").strip():
         return _choice(PLATFORM, PLATFORMS, "cpu")
@@ -276,11 +229,8 @@ def alone() -> bool:
     """``XLA_AMP_ALONE``: ``1`` makes a task of a job of several (Slurm, MPI, a TPU pod, torchrun) train alone.
 
     ``0`` (default) joins the others.
-
-    Raises:
-        PolicyError: another value.
     """
-    return _choice(ALONE, ("0", "1"), "0") == "1"
+    return _choice(ALONE, _SWITCH, "0") == "1"
 
 
 def task() -> tuple[str, int, int] | None:
@@ -298,18 +248,8 @@ def coordinator_port() -> str | None:
 
 
 def timeout() -> int:
-    """``XLA_AMP_TIMEOUT``: seconds that processes wait for each other (default 300).
-
-    Raises:
-        PolicyError: not a whole number, or less than 3.
-    """
-    value = os.environ.get(TIMEOUT, "").strip()
-    if value and not value.isdigit():
-        raise PolicyError(f"{TIMEOUT}={value!r}: expected a whole number")
-    seconds = int(value) if value else TIMEOUT_DEFAULT
-    if seconds < TIMEOUT_LEAST:
-        raise PolicyError(f"{TIMEOUT}={seconds}: expected at least {TIMEOUT_LEAST} seconds")
-    return seconds
+    """``XLA_AMP_TIMEOUT``: seconds that processes wait for each other (default 300)."""
+    return _number(TIMEOUT, TIMEOUT_DEFAULT, TIMEOUT_LEAST, "seconds")
 
 
 class Store(NamedTuple):
@@ -347,9 +287,6 @@ def process() -> Process | None:
 
     None for a single process.  The coordinator listens on the port after ``MASTER_PORT``, which torchrun's store uses;
     ``XLA_AMP_COORDINATOR`` (host:port) sets another address.
-
-    Raises:
-        PolicyError: the variables are inconsistent.
     """
     names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")
     values = {name: os.environ.get(name, "").strip() for name in names}
@@ -431,6 +368,15 @@ def _choice(variable: str, legal: Sequence[_Choice], default: _Choice) -> _Choic
     if value not in legal:
         raise PolicyError(f"{variable}={os.environ[variable]!r}: expected one of {', '.join(legal)}")
     return cast(_Choice, value)
+
+
+def _number(variable: str, default: int, least: int, of: str) -> int:
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        return default
+    if not (value.isascii() and value.isdigit() and int(value) >= least):
+        raise PolicyError(f"{variable}={value!r}: expected a whole number of {of}, at least {least}")
+    return int(value)
 
 
 def version() -> str:
