@@ -96,6 +96,7 @@ BESIDE = {
     "zeros": lambda h, w, b: jnp.zeros((8, 6)) + h @ w,
     "a target": lambda h, w, b: h @ w + b[:6] - h[:, :6],
     "read by a logarithm": lambda h, w, b: (2 * (p := jnp.tanh(h @ w)), jnp.log(1.01 - jnp.abs(p))),
+    "squared, read by a logarithm": lambda h, w, b: (2 * (p := jnp.tanh(h @ w)), jnp.log(1.01 - p * p)),
     "a divisor near 1": lambda h, w, b: (2 * (p := jnp.tanh(h @ w)), h[:, :6] / (1.01 - p)),
     "a sum of exponentials": lambda h, w, b: (2 * (p := jnp.tanh(h @ w)), 1 / jnp.exp(p).sum()),
     "a number": lambda h, w, b: (1 - 1e-6) * (h @ w),

@@ -176,12 +176,11 @@ class Propagation:
             if node.near_one in ("read", "divided"):
                 read += [each.slot for each in node.operands if node.near_one == "read" or each.position == 1]
 
-        def maker(slot: int) -> tuple[int, beside_low.NearOne, list[int]] | None:
+        def maker(slot: int) -> tuple[int, beside_low.NearOne, list[int]]:
             number = self.producer[slot]
-            node = self.nodes[number]
-            return (number, node.near_one, node.inputs) if self._free(node) else None
+            return number, self.nodes[number].near_one, self.nodes[number].inputs
 
-        for node in map(self.nodes.__getitem__, beside_low.near_one(read, maker)):
+        for node in filter(self._free, map(self.nodes.__getitem__, beside_low.near_one(read, maker))):
             node.keep_reason = node.why = "a logarithm, a root or a divisor reads how near its result is to 1"
 
     def _deny_forward(self) -> None:
