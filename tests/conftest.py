@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes that tests start keep the platform's own policy."""
+    """Copies of processes that tests start (`forked`) have the chosen policy, too; new interpreters the platform's own."""
     # Products have the form for a CPU with units for bfloat16 on every CPU: others get float32 operands.
     from xla_amp import hardware
 
@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if chosen := config.getoption("--platform-policy"):
         from xla_amp.policy import load
 
-        sys.modules[load.__module__]._DEFAULTS["cpu"] = chosen
+        sys.modules[load.__module__]._DEFAULTS["cpu"] = os.environ["TESTS_PLATFORM_POLICY"] = chosen
 
 
 @pytest.hookimpl(wrapper=True)
@@ -217,15 +217,20 @@ def _regions_are_closed(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def low_of(request: pytest.FixtureRequest) -> Callable[[object], object]:
-    """Gives the low dtype of a region that names none on a torch device, by the platform or --platform-policy."""
-    import torch
-
+def own_policy(request: pytest.FixtureRequest) -> str:
+    """The name of the policy of a region that names none on the XLA device, by --platform-policy or the platform."""
     from xla_amp.lazy.programs import pjrt
 
+    return request.config.getoption("--platform-policy") or ("gpu" if pjrt.platform() == "gpu" else "tpu")
+
+
+@pytest.fixture(scope="session")
+def low_of(own_policy: str) -> Callable[[object], object]:
+    """Gives the low dtype of a region that names none on a torch device."""
+    import torch
+
     def low(device: torch.device) -> torch.dtype:
-        rules = request.config.getoption("--platform-policy") or ("gpu" if pjrt.platform() == "gpu" else "tpu")
-        return torch.float16 if device.type in ("jax", "xla") and rules == "gpu" else torch.bfloat16
+        return torch.float16 if device.type in ("jax", "xla") and own_policy == "gpu" else torch.bfloat16
 
     return low
 

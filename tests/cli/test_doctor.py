@@ -11,7 +11,7 @@ from xla_amp import cli
 from xla_amp.tools import doctor
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_the_command(own_policy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -19,7 +19,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert found["environment"]["JAX_PLATFORMS"] == "cpu"
     assert found["devices"].endswith("cpu (cpu)")
     assert found["conflicts"] == []
-    assert found["low"] == "bfloat16 by the policy tpu"
+    assert found["low"].endswith(f" by the policy {own_policy}")
     assert found["engine"] == "jax, the lazy device on JAX"
 
 
@@ -67,7 +67,7 @@ def test_what_fits(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
-        ([["cpu", "cpu", ""]], "bfloat16 by the policy tpu"),
+        ([["tpu", "TPU v5e", ""]], "bfloat16 by the policy tpu"),
         ([["gpu", "NVIDIA H100", "9.0"]], "float16 (JAX, StableHLO: bfloat16) by the policy gpu"),
         ([["gpu", "NVIDIA A100", "8.0"], ["gpu", "Tesla V100", "7.0"]], "float16 (JAX, StableHLO: bfloat16)"),
         ([["gpu", "Tesla V100", "7.0"]], "float16 by the policy gpu; bfloat16 needs a GPU of compute capability 8.0"),

@@ -50,6 +50,8 @@ warnings.resetwarnings()
 warnings.simplefilter(order["warnings"])
 os.environ.clear()
 os.environ.update(order["environment"])
+if "TESTS_PLATFORM_POLICY" in os.environ:  # --platform-policy of the tests
+    sys.modules["xla_amp.policy.load"]._DEFAULTS["cpu"] = os.environ["TESTS_PLATFORM_POLICY"]
 os.chdir(order["folder"])
 sys.argv = order["arguments"]
 if order["copies"]:

@@ -124,10 +124,10 @@ def test_lean_in_stablehlo_and_on_the_command_line(tmp_path: pathlib.Path, capsy
     assert "exponential" in results["lean"]
 
 
-def test_default_is_the_devices_own() -> None:
+def test_default_is_the_devices_own(own_policy: str) -> None:
     with xla_amp.explain() as report:
         for level in (None, "default"):
-            for place, name in ((torch.device("cpu"), "cpu"), (xla_amp.xla_device(), "tpu")):
+            for place, name in ((torch.device("cpu"), "cpu"), (xla_amp.xla_device(), own_policy)):
                 report.records.clear()
                 with xla_amp.autocast(place, policy=level):
                     torch.ones(2, 2, device=place) @ torch.ones(2, 2, device=place)

@@ -211,15 +211,16 @@ def test_gradients_in_16_bits_are_reduced_in_float32(world):
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-def test_processes_with_another_program_are_named_before_it_runs():
+def test_processes_with_another_program_are_named_before_it_runs(own_policy):
     first, second = together(2)["graph"]
     assert first == second  # all processes say the same
     for text in first.values():
         assert re.search(r"EngineError: process 0 \(.*\) and process 1 \(.*\) cannot run their next program", text)
         assert re.search(r"replica_program\.py:\d+: xla_amp\.sync\(\)", text)
-    different = r"operation \d is all_reduce\.sum\(%4\) .* 0, sin\(%4\) -> bfloat16\[4,4\] .* 1"
+    low = {"tpu": "bfloat16", "gpu": "float16"}[own_policy]
+    different = rf"operation \d is all_reduce\.sum\(%4\) .* 0, sin\(%4\) -> {low}\[4,4\] .* 1"
     assert re.search(different, first["operation"])
-    assert "autocast is jax: policy 'tpu' in bfloat16 (rules" in first["policy"]
+    assert f"autocast is jax: policy '{own_policy}' in {low} (rules" in first["policy"]
     assert "3 values are kept on process 0, 4 on process 1" in first["results"]
 
 
