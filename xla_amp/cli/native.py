@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -22,16 +23,15 @@ def start() -> None:
         return
     config.place_command()
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as printed:
-        kept = os.dup(2)
+    # What Python prints appears at once: a command may end here, at its --timeout.
+    with tempfile.TemporaryFile() as printed, os.fdopen(os.dup(2), "w") as kept, contextlib.redirect_stderr(kept):
         os.dup2(printed.fileno(), 2)
         try:
             import jax
 
             jax.devices("cpu")
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(kept.fileno(), 2)
             printed.seek(0)
             for line in printed:
                 if not any(each in line for each in _NOISE):
