@@ -65,7 +65,7 @@ def accumulation_in_a_step(device, compiled):
     def step(*batch):
         losses = []
         for x, y in zip(*(tensor.chunk(3) for tensor in batch), strict=True):
-            with xla_amp.autocast(device):
+            with xla_amp.autocast(device, dtype=torch.bfloat16):
                 loss = F.cross_entropy(model(x), y) / 3
             loss.backward()
             losses.append(loss.detach())

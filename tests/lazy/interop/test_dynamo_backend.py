@@ -211,17 +211,17 @@ def test_a_graph_break_reads_the_value(device):
     assert compiled(function, fullgraph=False)(x).tolist() == [9.0, 9.0]
 
 
-def test_casts_follow_the_rules_of_each_call(device):
+def test_casts_follow_the_rules_of_each_call(device, low_of):
     run, x = compiled(nn.Linear(4, 4).to(device)), torch.ones(2, 4, device=device)
     for _ in range(2):
         with xla_amp.autocast(device):
-            assert run(x).dtype is torch.bfloat16
+            assert run(x).dtype is low_of(device)
         with xla_amp.policy.override({"linear": "fp32"}), xla_amp.autocast(device):
             assert run(x).dtype is torch.float32
 
 
 @pytest.mark.parametrize("where", ["decorator", "nested", "made by a method", "twice", "torch's"])
-def test_regions_inside(device, where):
+def test_regions_inside(device, where, low_of):
     model, x = nn.Linear(4, 4).to(device), torch.ones(2, 4, device=device)
 
     def nested(x):
@@ -250,10 +250,10 @@ def test_regions_inside(device, where):
             return model(x)
 
     function, expected = {
-        "decorator": (xla_amp.autocast(device)(lambda x: model(x)), torch.bfloat16),
+        "decorator": (xla_amp.autocast(device)(lambda x: model(x)), low_of(device)),
         "nested": (nested, torch.float32),
         "made by a method": (Net(), torch.float16),
-        "twice": (twice, torch.bfloat16),
+        "twice": (twice, low_of(device)),
         "torch's": (of_torch, torch.float16),
     }[where]
     run = compiled(function, where == "torch's")
@@ -283,14 +283,14 @@ def test_the_backward_pass_has_the_casts_of_the_forward_pass(device, inner):
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks:UserWarning")
-def test_rules_for_modules_are_followed(device):
+def test_rules_for_modules_are_followed(device, low_of):
     """A graph has no modules, so Python runs them."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
     seen = []
     model[0].register_forward_hook(lambda module, inputs, result: seen.append(result.dtype))
     run = compiled(model, fullgraph=False)
     with xla_amp.policy.override(module="0", cast="fp32"), xla_amp.autocast(device):
-        assert run(torch.ones(2, 4, device=device)).dtype is torch.bfloat16
+        assert run(torch.ones(2, 4, device=device)).dtype is low_of(device)
     assert seen == [torch.float32]
 
 

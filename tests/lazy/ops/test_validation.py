@@ -17,7 +17,7 @@ LOW = torch.bfloat16
 
 
 def region():
-    return xla_amp.autocast(xla_amp.xla_device(), dtype=LOW)
+    return xla_amp.autocast(xla_amp.xla_device(), dtype=LOW, policy="tpu")
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])

@@ -40,11 +40,12 @@ def _nothing_stays_open(matrix):
 
 @pytest.mark.parametrize("name", ["xla", "jax"])
 @pytest.mark.parametrize("autocast", SPELLINGS)
-def test_the_rules_of_the_device(autocast, name, matrix):
+def test_the_rules_of_the_device(autocast, name, matrix, low_of):
+    low = low_of(matrix.device)
     with autocast(name):
-        assert (matrix @ matrix).dtype is LOW
+        assert (matrix @ matrix).dtype is low
         assert matrix.sum().dtype is FULL
-        assert states() == [(True, LOW)] * 2
+        assert states() == [(True, low)] * 2
     assert (matrix @ matrix).dtype is FULL
 
 
@@ -88,13 +89,13 @@ def test_inside_and_around_our_region(matrix):
         assert (matrix @ matrix).dtype is FULL
 
 
-def test_decorated_before_use_and_recursive(matrix):
+def test_decorated_before_use_and_recursive(matrix, low_of):
     @torch.autocast("xla", cache_enabled=False)
     def product(depth: int) -> torch.Tensor:
         assert not torch.is_autocast_cache_enabled()
         return product(depth - 1) if depth else matrix @ matrix
 
-    assert product(0).dtype is LOW
+    assert product(0).dtype is low_of(matrix.device)
     assert (matrix @ matrix).dtype is FULL
     assert torch.is_autocast_cache_enabled()
 
@@ -221,12 +222,12 @@ def test_with_and_without_torch_xla(tmp_path, installed):
     assert run.stdout.split() == ["torch.bfloat16", "False", "False"]
 
 
-def test_a_region_that_its_program_did_not_leave_takes_no_part_in_the_next(matrix):
+def test_a_region_that_its_program_did_not_leave_takes_no_part_in_the_next(matrix, low_of):
     forgotten = torch.autocast("cpu", torch.bfloat16)
     forgotten.__enter__()
     torch.set_autocast_enabled("cpu", False)
     with torch.autocast("cpu", torch.bfloat16):
         pass
     with torch.autocast("xla"):
-        assert (matrix @ matrix).dtype is LOW
+        assert (matrix @ matrix).dtype is low_of(matrix.device)
     forgotten.__exit__(None, None, None)
