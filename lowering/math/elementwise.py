@@ -43,9 +43,13 @@ def _digamma(x: jax.Array) -> jax.Array:
 
 
 def _sinc(x: jax.Array) -> jax.Array:
-    """1 at 0 is a constant, not the ``0 * x + 1`` of `jnp.sinc`; torch differentiates it by a separate operation."""
-    angle = jnp.pi * jnp.where(x == 0, 1, x)
-    return jnp.where(x == 0, 1, jnp.sin(angle) / angle)
+    """1 at 0 is a constant, not the ``0 * x + 1`` of `jnp.sinc`; torch differentiates it by a separate operation.
+
+    The angle is what must not be 0: where a product flushes a subnormal number to 0, a comparison need not.
+    """
+    angle = jnp.pi * x
+    safe = jnp.where(angle == 0, 1, angle)
+    return jnp.where(angle == 0, 1, jnp.sin(safe) / safe)
 
 
 def _sign(x: jax.Array) -> jax.Array:

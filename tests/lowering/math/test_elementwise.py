@@ -69,6 +69,7 @@ ROWS = [
     *(row(f"{name}.Scalar", "fb", lambda d: (sample(4, 5, dtype=d), 0.3, 0.7)) for name in SUMS),
     row("add.Tensor", "fbi", lambda d: (sample(4, 5, dtype=d), sample(dtype=torch.float64))),  # 0-d does not promote
     row("add.Tensor", "i", lambda d: (sample(4, 5, dtype=d), sample(4, 5, dtype=torch.bfloat16))),
+    row("sinc", "fbd", lambda d: (torch.tensor([0.0, -0.0, 1e-45, -1e-39, 1e-30, math.inf, math.nan]).to(d),)),
     # division
     *(row("div.Tensor_mode", "f", lambda d: (LEFT, RIGHT), rounding_mode=mode) for mode in ("floor", "trunc")),
     *(
