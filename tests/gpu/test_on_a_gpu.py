@@ -224,6 +224,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.skipif(PLATFORM == "tpu", reason="a TPU serves one process, which is that of the tests")
 def test_one_process_that_was_launched(tmp_path):
     (tmp_path / "alone.py").write_text(ALONE)
     done = subprocess.run(

@@ -13,6 +13,7 @@ from test_spmd_targets import COLLECTIVE, collectives
 
 from xla_amp.lazy.programs import pjrt
 
+pytestmark = pytest.mark.processes  # of 16 virtual devices
 PROGRAM = Path(__file__).with_name("gradient_sums_program.py")
 WEIGHTS = 16 * 4 * 9 + 16 + 256 * 256 + 256 + 128 * 256 + 128 + 32 * 128 + 32
 TABLE, ROWS, IMAGES = 64 * 256, 4096 * 256, 4096 * 4 * 4 * 4

@@ -22,6 +22,7 @@ from xla_amp import xla_model
 from xla_amp.errors import DeviceError, FileError, MissingLibraryError
 from xla_amp.lazy.distributed import checkpoint
 
+pytestmark = pytest.mark.processes  # of eight virtual devices
 PROGRAM = Path(__file__).with_name("spmd_program.py")
 LAYOUTS = ["data", pytest.param("sharded", marks=pytest.mark.full)]
 

@@ -14,7 +14,8 @@ import pytest
 import scenarios
 import targets
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]  # compilers for TPUs, on a machine that may be busy
+# Compilers for TPUs, on a machine that may be busy; programs are written for 16 virtual devices.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900), pytest.mark.processes]
 
 TARGETS = {"h100": ("gpu", 8), "v5e": ("tpu", 16)}
 PROGRAM = Path(__file__).with_name("target_program.py")

@@ -37,6 +37,7 @@ def test_other_collectives_are_refused(group, call, said):
         call(torch.ones(4, device=xla_amp.xla_device()))
 
 
+@pytest.mark.processes
 def test_a_group_of_other_processes_is_refused(group, monkeypatch):
     monkeypatch.setattr(process_groups.cluster, "place", lambda: Process(0, 2, 0, "127.0.0.1:1", 9, None))
     with pytest.raises(DeviceError, match=r"the group has 1 processes.*among all 2"):
