@@ -38,7 +38,8 @@ from source_tree import FOLDERS, ROOT
 TESTS = 0.35
 """The share of the time after which tests are stopped."""
 RACE, LEAST, GRACE = 200, 30, 15
-"""Seconds: of a race, of the shortest part that is begun, and between a part's interrupt and its end."""
+"""Seconds: of a quiet part, of the shortest part that is begun, and between a part's interrupt and its end."""
+RACES = ("GPT-2", "ResNet-50", "BERT", "ViT")
 RESULTS = ROOT / "benchmarks" / "results"
 PLATFORMS = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 """Platform -> JAX_PLATFORMS."""
@@ -59,9 +60,7 @@ class Part:
     command: tuple[str, ...]
     """With {folder}, {programs} and {limit} for what the call knows."""
     quiet: bool = False
-    """Whether it is timed, so that nothing runs beside it."""
-    seconds: float = RACE
-    """The most that a quiet part may take."""
+    """Whether it is timed, so that nothing runs beside it, for at most `RACE` seconds."""
     is_test: bool = False
     """Whether it is pytest, which runs with a record (`record_tests`)."""
 
@@ -98,16 +97,13 @@ def plan(platform: str, dry: bool = False) -> list[Part]:
     def race(name: str, workload: str) -> Part:
         peers = ["lazy bf16", "lazy bf16 captured", "torch autocast", "torch.compile autocast", "Flax bf16"]
         peers = [peer for peer in (*peers, "Flax, xla_amp.jax") if gpu or not peer.startswith("torch")]
+        if dry:  # each peer once
+            peers = peers[RACES.index(workload) :: len(RACES)]
         sizes = ("--size", "dry", "--rounds", "1", "--run", "2") if dry else ("--size", "full")
-        options = ["--merge", "--no-plot", "--side-by-side", "--kernels", "--limit", "{limit}"]
-        if dry and workload != "GPT-2":
-            peers = peers[:1]
-        else:
-            options += ["--programs", "{programs}"]
+        options = ["--merge", "--no-plot", "--side-by-side", "--kernels", "--limit", "{limit}", "--programs"]
         command = ("benchmarks/step_table.py", "--name", "{folder}/steps", "--workloads", workload, *sizes, *options)
-        command = (*command, "--peers", *peers)
-        seconds = 3 * RACE if dry else RACE
-        return Part(name=name, shows=f"{workload}: table below", command=command, quiet=True, seconds=seconds)
+        command = (*command, "{programs}", "--peers", *peers)
+        return Part(name=name, shows=f"{workload}: table below", command=command, quiet=True)
 
     cuda = [tests("cuda", "torch's own CUDA autocast under ours", *["tests/gpu/test_torch_cuda.py"] * 2)]
     fp16 = [
@@ -116,15 +112,17 @@ def plan(platform: str, dry: bool = False) -> list[Part]:
     ]
     head = ("benchmarks/head_products.py", *(("--rows", "64", "--columns", "65", "--width", "16") if dry else ()))
     forms = ("benchmarks/attention_forms.py", *(("--batch", "1", "--tokens", "256", "--rounds", "1") if dry else ()))
-    few = "tests/pytorch/autocast/test_autocast_regions.py"
+    regions = "tests/pytorch/autocast/test_autocast_regions.py::test_the_cache_flag"
+    scale = "tests/jax_front/test_loss_scale.py::test_a_static_scale_is_constant"
+    options = "tests/training/test_compile_options.py::test_users_replace_and_add"
     return [
         tests("fronts", "every front, captured steps, attention against float64", *["tests/gpu/test_on_a_gpu.py"] * 2),
         *(cuda if gpu else ()),
         mnist("mnist-bf16", "accuracy, 1 executable and 0 syncs a step", "--precision", "bf16"),
         *(fp16 if gpu else ()),
-        tests("autocast", "tests of autocast on the device", "tests/pytorch/autocast", few),
-        tests("jax", "tests of the JAX front", "tests/jax_front", "tests/jax_front/test_loss_scale.py"),
-        tests("training", "tests of training", "tests/training", "tests/training/test_compile_options.py"),
+        tests("autocast", "tests of autocast on the device", "tests/pytorch/autocast", regions),
+        tests("jax", "tests of the JAX front", "tests/jax_front", scale),
+        tests("training", "tests of training", "tests/training", options),
         tests("lowering", "tests of lowerings", "tests/lowering", "tests/lowering/test_registered_names.py"),
         race("gpt2", "GPT-2"),
         Part(name="head", shows="ms of a head's products, odd vocabulary, plain and padded", command=head, quiet=True),
@@ -208,7 +206,7 @@ class Day:
             list(pool.map(lambda part: self._part(part, self.left(TESTS)), loud))
         for part in left:
             if part.quiet:
-                self._part(part, min(part.seconds, self.left()) - GRACE)
+                self._part(part, min(RACE, self.left()) - GRACE)
 
     def _part(self, part: Part, limit: float) -> None:
         if limit < LEAST:
