@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Copies of processes that tests start (`forked`) have the chosen policy, too; new interpreters the platform's own."""
+    """Processes that tests copy (`forked`) have the chosen policy, too; new interpreters keep the platform's own."""
     # Products have the form for a CPU with units for bfloat16 on every CPU: others get float32 operands.
     from xla_amp import hardware
 
@@ -112,7 +112,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         if os.environ["JAX_PLATFORMS"] != "cpu" and item.get_closest_marker("processes"):
-            item.add_marker(pytest.mark.skip(reason="several processes, and one device serves one process"))
+            item.add_marker(pytest.mark.skip(reason="several processes or devices; one device serves one process"))
         if hasattr(item, "callspec") and _is_one_more_dtype(item):
             item.add_marker("full")
     seen: dict[str, set[Hashable]] = collections.defaultdict(set)
