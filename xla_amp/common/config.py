@@ -113,7 +113,7 @@ def eager() -> bool:
 
 
 def huggingface() -> bool:
-    """``XLA_AMP_HUGGINGFACE``: ``1`` is `xla_amp.integrations.huggingface` at ``import torch``; ``0`` (default)."""
+    """``XLA_AMP_HUGGINGFACE``: ``1`` enables `xla_amp.integrations.huggingface` at ``import torch``; default ``0``."""
     return _choice(HUGGINGFACE, _SWITCH, "0") == "1"
 
 
