@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,3 +105,52 @@ def test_a_batch_of_another_loader_ends_no_step(device: torch.device) -> None:
             optimizer.step()
         xla_amp.sync()
     assert (counts.compilations, counts.executions) == (1, 4)
+
+
+def test_what_is_recorded_between_two_epochs_is_no_part_of_a_step(device: torch.device, tmp_path: Path) -> None:
+    """Sums, weights that are swapped for their average and back, a checkpoint; a loop over a list has no beginning."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    average = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    data, steps_of_epochs = list(batches()), []
+    execute.clear_programs()
+    for epoch in range(4):
+        total = torch.zeros((), device=device)
+        for x, y in data:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x.to(device)), y.to(device))
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+            for name, value in model.state_dict().items():
+                average[name].lerp_(value, 0.1) if value.is_floating_point() else average[name].copy_(value)
+        total.item()
+        live = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(average)
+        with torch.no_grad():
+            model.eval()(data[0][0].to(device)).argmax(1).eq(data[0][1].to(device)).sum().item()
+        model.load_state_dict(live)
+        model.train()
+        if epoch % 2:
+            torch.save(model.state_dict(), tmp_path / "model.pt")
+        steps_of_epochs.append(sum(program.operations > 20 for program in execute.programs()))
+    assert len(set(steps_of_epochs)) == 1  # only what is between two epochs is compiled later: zeros, copies
+
+
+@pytest.mark.parametrize(("loader", "programs"), [(False, 1), (True, 3)])
+def test_programs_of_an_accumulation(device: torch.device, loader: bool, programs: int) -> None:
+    """A batch of a `DeviceLoader` ends the program: the first part, those in between, and the last part differ."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).to(device)
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.01), list(batches())
+    execute.clear_programs()
+    with counted() as counts:
+        for _ in range(3):
+            for number, (x, y) in enumerate(xla_amp.DeviceLoader(data, device) if loader else data):
+                F.cross_entropy(model(x.to(device)), y.to(device)).backward()
+                if number % 4 == 3:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        xla_amp.sync()
+    assert counts.compilations == programs

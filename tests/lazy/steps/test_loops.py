@@ -340,6 +340,7 @@ def test_a_step_that_updates_by_hand_is_one_program(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(step_marker, "_watching", True)  # as in a program that has no optimizer
+    monkeypatch.setattr(step_marker, "_begins_program", False)  # and that has made no step
     expected, model = network(26), network(26).to(device)
     x = torch.linspace(-1, 1, 20).reshape(4, 5)
     wanted, step = UPDATES[name](expected), UPDATES[name](model)

@@ -225,7 +225,27 @@ def _choose(run: _Flush, spent: tuple[int, ...] | None) -> None:
         if program is None and not flush_begins.listeners and dynamic_ints.replace():
             key = dataclasses.replace(key, code=tuple(trace.code))
             program = _programs.get(key)
+        if program is None and spent is None and not flush_begins.listeners:
+            program = _donating_more(run, key)
+            key = key if program is None else program.key
     run.key, run.program, run.is_new = key, program, program is None
+
+
+_FEW: Final = 64
+"""Bytes that a program may leave where it could have taken them."""
+
+
+def _donating_more(run: _Flush, key: Key) -> XlaProgram | None:
+    """A program that differs only in the arrays that it takes: copies for it cost less than compiling another."""
+    for other, program in reversed(_programs.items()):
+        if dataclasses.replace(other, spent=key.spent) != key:
+            continue
+        left = [run.parameters[index].spec for index in set(key.spent).difference(other.spent)]
+        if sum(each.size * each.numpy_dtype.itemsize for each in left) <= _FEW and len(other.spent) > len(left):
+            for index in set(other.spent).difference(key.spent):
+                run.arrays[index] = memory_layout.copy(run.arrays[index])
+            return program
+    return None
 
 
 def _key(run: _Flush, spent: tuple[int, ...]) -> Key:

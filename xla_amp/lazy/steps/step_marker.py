@@ -13,6 +13,7 @@ without an optimizer.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from torch.optim import optimizer as optim
 
 from xla_amp.backends import dynamo, initial_state
 from xla_amp.common import config, events
+from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.programs.execute import flush
@@ -48,6 +50,8 @@ _repeats = False
 _paused = False
 _open = -1
 """Generation of the trace in which a training step began that no optimizer step has ended."""
+_begins_program = False
+"""Whether the last training step began with its program: nothing was recorded before its forward pass."""
 _with_optimizer = False
 """Whether a step ends with the optimizer's (`end_with_optimizer`)."""
 _unscaled = False
@@ -115,7 +119,12 @@ def loop_begins() -> None:
     weights, gets its memory here: sharing the weights' until one is written, it would make the first step another
     program, too.
     """
-    if not trace.code or _paused or is_open() or forks.is_forked():
+    if not is_open():
+        _run_alone()
+
+
+def _run_alone() -> None:
+    if not trace.code or _paused or forks.is_forked():
         return
     with trace.lock:
         arrays = {id(buffer.array) for buffer in trace.parameters}
@@ -229,7 +238,7 @@ def graph_begins(graph: torch.nn.Module) -> None:
 
 
 def _forward_begins(module: torch.nn.Module, trains: bool) -> None:
-    global _awaited, _ended, _first, _open, _repeats
+    global _awaited, _begins_program, _ended, _first, _open, _repeats
     if not _awaited:
         if module is not _first_module() or _paused or not any(may_repeat()):
             return
@@ -242,9 +251,18 @@ def _forward_begins(module: torch.nn.Module, trains: bool) -> None:
     if not _kept and not _repeats:
         _remove_hook()
     step_begins()
+    if trains and not is_open() and _is_here(module):
+        # What was recorded between two steps, sums and copies of weights for instance, is no part of the second.
+        before, _begins_program = _begins_program, not trace.code
+        if before and trace.nodes == (threading.get_ident(), private_api.autograd_nodes()):
+            _run_alone()
     _first = trace.generation, weakref.ref(module)
     if trains:
         _open = trace.generation
+
+
+def _is_here(module: torch.nn.Module) -> bool:
+    return any(parameter.device.type == DEVICE_TYPE for parameter in module.parameters())
 
 
 def _first_module() -> Any:
