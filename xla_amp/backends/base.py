@@ -125,6 +125,12 @@ class Engine(Protocol):
     def step_begins(self) -> None:
         """Called when an autocast region opens: ends the previous step if an optimizer step was recorded in it."""
 
+    def cast_layer(self, operation: str) -> Callable[..., Any] | None:
+        """A function of (low dtype, operands) that casts them and computes `operation`; None if the engine has none.
+
+        It returns NotImplemented, and has done nothing, for operands that have to be cast one by one.
+        """
+
     def sync(self, wait: bool = False) -> None:
         """Ends the step; with `wait`, returns when the device has finished."""
 

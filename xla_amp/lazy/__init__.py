@@ -1,6 +1,7 @@
 """The lazy torch device on JAX/PJRT: importing this starts nothing, `device()` does."""
 
 from xla_amp.lazy.distributed import processes
+from xla_amp.lazy.ops.cast_layers import cast_layer
 from xla_amp.lazy.programs.execute import sync
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.programs.pjrt import platform
@@ -15,6 +16,7 @@ from xla_amp.lazy.torch_integration.generator import get_rng_state, manual_seed,
 
 __all__ = [
     "DEVICE_TYPE",
+    "cast_layer",
     "device",
     "get_rng_state",
     "guard",

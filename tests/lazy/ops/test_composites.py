@@ -189,6 +189,103 @@ def test_transforms_see_the_products_of_a_linear_layer(device):
     assert_same(derivatives, **EXACT)
 
 
+# -- layers under autocast: the casts of their parameters are part of them ---------------------------------------------
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(4, 5),
+    "no bias": lambda: nn.Linear(4, 5, bias=False),
+    "conv1d": lambda: nn.Conv1d(4, 6, 3, padding=1, stride=2),
+    "conv2d": lambda: nn.Conv2d(4, 6, 2, groups=2, dilation=2, bias=False),
+    "conv3d": lambda: nn.Conv3d(4, 2, 1),
+    "padding by name": lambda: nn.Conv1d(4, 4, 3, padding="same"),
+    "computed weight": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)),
+}
+_SIZES = {"conv1d": (2, 4, 6), "padding by name": (2, 4, 6), "conv2d": (2, 4, 5, 5), "conv3d": (2, 4, 2, 2, 2)}
+
+
+def _use(name: str, where: str, frozen: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor, Tensor]:
+    torch.manual_seed(0)
+    layer, x = LAYERS[name](), sample(*_SIZES.get(name, (3, 4))).to(dtype)
+    layer, x = layer.to(where), x.to(where).requires_grad_()
+    if frozen:
+        layer.requires_grad_(False)
+    with xla_amp.autocast(where, dtype=torch.bfloat16):
+        return layer, x, layer(x)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_under_autocast_gives_the_gradients_of_its_parameters(name, device):
+    def gradients(where: str, frozen: bool, dtype: torch.dtype) -> Any:
+        layer, x, y = _use(name, where, frozen, dtype)
+        assert y.dtype is torch.bfloat16
+        y.float().square().sum().backward()
+        return y, x.grad, [p.grad for p in layer.parameters() if not frozen]
+
+    for frozen, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.bfloat16)):
+        assert_same(lambda where: gradients(where, frozen, dtype), rtol=0.05, atol=0.05)  # noqa: B023
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+def test_a_layer_under_autocast_is_one_operation_of_autograd(name, device):
+    layer, x, y = _use(name, device, dtype=torch.bfloat16)
+    operation = "linear" if name == "linear" else "convolution"
+    parameters = len(list(layer.parameters()))
+    assert recorded() == [*["_to_copy"] * parameters, operation]
+    assert {type(node).__name__ for node, _ in y.grad_fn.next_functions if node is not None} == {"AccumulateGrad"}
+    y.backward(torch.ones_like(y))
+    assert recorded()[parameters + 2 :] == [f"{operation}_backward", *["_to_copy"] * parameters]
+    with torch.no_grad(), xla_amp.autocast(device, dtype=torch.bfloat16):
+        assert not layer(x).requires_grad
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+def test_a_layer_under_autocast_can_be_differentiated_twice(name, device):
+    def derivatives(where: str) -> Any:
+        layer, x, y = _use(name, where)
+        tensors = [x, *layer.parameters()]
+        first = torch.autograd.grad(y.float().square().sum(), tensors, create_graph=True)
+        total = torch.stack([gradient.square().sum() for gradient in first]).sum()
+        return torch.autograd.grad(total, tensors)
+
+    assert_same(derivatives, rtol=0.1, atol=2.0)
+    (second, *_), (cpu, *_) = derivatives(device), derivatives("cpu")
+    assert (second.cpu() - cpu).norm() < 0.03 * cpu.norm()
+
+
+def test_a_layer_under_autocast_keeps_the_cast_weight(device):
+    def program(where: str) -> Any:
+        layer, x, y = _use("linear", where)
+        with torch.no_grad():
+            layer.weight.mul_(0)  # as an optimizer's step before the backward pass
+        y.float().sum().backward()
+        return x.grad
+
+    assert_same(program, rtol=0.05, atol=0.05)
+
+
+def test_transforms_see_the_casts_of_a_layer(device):
+    def derivatives(where: str) -> Any:
+        weight, x = sample(5, 4).float().to(where), sample(3, 4).float().to(where)
+
+        def loss(weight: Tensor, x: Tensor) -> Tensor:
+            with xla_amp.autocast(where, dtype=torch.bfloat16):
+                return torch.nn.functional.linear(x, weight).float().square().sum()
+
+        with xla_amp.autocast(where, dtype=torch.bfloat16):
+            y = torch.nn.functional.linear(x.requires_grad_(), weight.requires_grad_())
+        several = torch.eye(3, dtype=torch.bfloat16).to(where)[:, :, None].expand(3, 3, 5)
+        batched = torch.autograd.grad(y, (x, weight), several, is_grads_batched=True)
+        weight, x = weight.detach(), x.detach()
+        return torch.func.vmap(torch.func.grad(loss), (None, 0))(weight, x), batched
+
+    assert_same(derivatives, rtol=0.05, atol=0.05)
+
+
+def test_a_layer_under_autocast_wants_its_weight_on_the_device(device):
+    with xla_amp.autocast(device, dtype=torch.bfloat16), pytest.raises(RuntimeError, match="device"):
+        torch.nn.functional.linear(torch.ones(3, 4, device=device), torch.ones(5, 4))
+
+
 def test_inference_mode(device):
     @torch.inference_mode()
     def program(where: str) -> Any:

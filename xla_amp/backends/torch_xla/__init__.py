@@ -99,6 +99,10 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         _armed = steps_ended()
 
 
+def cast_layer(operation: str) -> None:
+    """None: operands are cast one by one."""
+
+
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 

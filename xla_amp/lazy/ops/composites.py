@@ -31,7 +31,10 @@ def is_transformed(*tensors: torch.Tensor) -> bool:
     """
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    return any(type(x) not in PLAIN or unpack_dual(x).tangent is not None for x in tensors)
+    for x in tensors:  # noqa: SIM110  (each layer asks, and a generator takes longer)
+        if type(x) not in PLAIN or unpack_dual(x).tangent is not None:
+            return True
+    return False
 
 
 # -- attention --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from xla_amp.common import config, events
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.ops import composites, dynamic_shape, memory, missing, operators, rnn, sparse, wrappers
+from xla_amp.lazy.ops import cast_layers, composites, dynamic_shape, memory, missing, operators, rnn, sparse, wrappers
 from xla_amp.lazy.ops.codegen import Variant, make_kernel
 from xla_amp.lazy.programs import execute, mesh, pjrt
 from xla_amp.lazy.programs.execute import sync
@@ -286,6 +286,8 @@ def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "Priv
         kernel = wrappers.ARGUMENT_WRAPPERS[name](kernel)
     if trace.eager:
         kernel = execute.run_at_once(kernel)
+    if namespace == "aten":
+        cast_layers.installed(name, kernel)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # re-registering a lowering (override=True) replaces our kernel
         library.impl(name, dynamo.skip(kernel), **({"allow_override": True} if key in _installed else {}))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import dynamo, module_paths
+from xla_amp.backends import devices, dynamo, module_paths
 from xla_amp.common import events
 from xla_amp.common.types import Cast
 from xla_amp.policy import Decision, Policy, effects, regions
@@ -75,6 +75,8 @@ def make(
     made: dict[Cast, casting.Prepare] = {}
     # Without a rule, only the parts of such an operation are recorded.
     composite = is_composite(operator)
+    low = torch.get_autocast_dtype
+    layer = devices.engine().cast_layer(name) if devices.is_xla(device_type) else None
 
     def choose(policy: Policy, path: str | None) -> tuple[Decision, casting.Prepare | None]:
         decision = policy.decision(name, path)
@@ -116,6 +118,15 @@ def make(
             return default(keyset, *args, **kwargs)
         enable(device_type, False)
         try:
+            if layer is not None and decision.cast == "low" and not kwargs:
+                result = layer(low(device_type), *args)
+                if result is not NotImplemented:
+                    if events.decided.listeners:
+                        tell, given = _decision_events(), operands.all(args, kwargs)
+                        before, used = tell.dtypes(given), tell.after("low", given, device_type)
+                        shapes, place = tell.shapes_of(given), path or module_paths.current()
+                        tell.emit(events.decided, decision, policy, before, used, shapes, result, place)
+                    return result
             target, arguments, keywords = prepare(args, kwargs)
             if not events.decided.listeners:
                 return target(*arguments, **keywords)
