@@ -55,12 +55,12 @@ Y = (X.sum(1) > 0).long() + (X[:, 0] > 1).long()
 class Training:
     """A loop as Accelerate's examples have it."""
 
-    def __init__(self, dropout: float = 0.0, **options: Any) -> None:
+    def __init__(self, dropout: float = 0.0, fused: bool = False, **options: Any) -> None:
         AcceleratorState._reset_state(True)
         self.accelerator = Accelerator(**options)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=fused)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
         loader = DataLoader(TensorDataset(X, Y), batch_size=4)
         prepared = self.accelerator.prepare(model, optimizer, schedule, loader)
@@ -316,6 +316,99 @@ def test_an_overflow_is_skipped_and_the_scale_is_in_the_logs(tmp_path: Path) -> 
     assert not torch.equal(weights.after[2].cpu(), weights.after[3].cpu())
     assert logged(made)[2] == 0  # the filter takes the mean of the losses since the last log
     assert made.args.logging_nan_inf_filter is True
+
+
+class Counted(Trainer):
+    """Counts the calls of Python."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.args.calls.append(1)
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("options", [{"bf16": True, "gradient_accumulation_steps": 2}, {"fp16": True}])
+def test_captured_steps_are_the_recorded_ones(options: dict[str, Any], tmp_path: Path) -> None:
+    """With dropout and a schedule; in float16 a batch of each epoch overflows."""
+    rows = [{**row, "x": row["x"] * (1e6 if at == 9 else 1)} for at, row in enumerate(ROWS)]
+    runs = []
+    for capture in (False, True):
+        ours.enable(capture=capture)
+        made = trainer(net(0.1), tmp_path, rows, Counted, **options)
+        made.args.calls = []
+        made.train()
+        runs.append(made)
+    recorded, captured = runs
+    assert len(recorded.args.calls) == 24
+    assert len(captured.args.calls) < 9  # twice each, and one is compared after eight
+    for name in ("loss", "grad_norm", "learning_rate", "loss_scale"):
+        assert repr(logged(captured, name)) == repr(logged(recorded, name))
+    assert len(set(logged(captured, "loss_scale"))) == (4 if "fp16" in options else 0)
+    for one, other in zip(captured.model.parameters(), recorded.model.parameters(), strict=True):
+        assert torch.equal(one.cpu(), other.cpu())
+    assert "training_step" not in vars(captured)
+    assert not {"_clip_grad_norm", "_get_grad_norm"}.intersection(vars(captured))
+
+
+def test_a_captured_text_model_does_not_read_its_mask(tmp_path: Path) -> None:
+    ids = torch.randint(16, (32, 8), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(8) < 6).long()
+    rows = [{"input_ids": row, "labels": row, "attention_mask": mask} for row in ids]
+    sizes = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1, "resid_pdrop": 0.0}
+    config = transformers.GPT2Config(**sizes, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+    kept = []
+    for capture in (False, True):
+        ours.enable(capture=capture)
+        torch.manual_seed(0)
+        made = trainer(transformers.GPT2LMHeadModel(config), tmp_path, rows, Counted, num_train_epochs=1)
+        made.args.calls = []
+        made.train()
+        kept.append(made)
+    recorded, captured = kept
+    assert len(captured.args.calls) < 5 < len(recorded.args.calls)
+    assert difference(logged(captured), logged(recorded)) < 1e-5
+    assert transformers.masking_utils.is_tracing.__module__.startswith("transformers")
+    assert not hasattr(transformers.masking_utils.is_tracing, "__wrapped__")
+
+
+class Looks(TrainerCallback):
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"callbacks": [Looks()]}, "Looks.on_pre_optimizer_step runs inside of the step"),
+        ({"optim": "adamw_torch"}, "on the host; use"),
+    ],
+)
+def test_what_prevents_a_capture_is_named(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    ours.enable(capture=True)
+    with pytest.warns(xla_amp.errors.XlaAmpWarning, match=reason):
+        trainer(net(), tmp_path, bf16=True, **options).train()
+    with pytest.raises(ValueError, match="a captured step reads no value"):
+        ours.enable(capture=True, read_skips=True)
+
+
+def test_a_step_of_accelerate_is_captured() -> None:
+    expected = Training(dropout=0.1, mixed_precision="fp16", fused=True).epochs(2)
+    run = Training(dropout=0.1, mixed_precision="fp16", fused=True)
+    model, optimizer, accelerator = run.model, run.optimizer, run.accelerator
+
+    @xla_amp.compile(strict=True)
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    found = []
+    for x, y in [*run.loader, *run.loader]:
+        found.append(step(x, y).detach())
+        run.schedule.step()
+    assert step.replays > 9
+    assert torch.equal(torch.stack(found).float().cpu(), expected)
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -580,7 +673,7 @@ def test_a_variable_enables_a_script_that_does_not_name_the_package(tmp_path: Pa
 
 
 def test_every_patch_names_its_reason() -> None:
-    assert len(ours.PATCHES) == 19
+    assert len(ours.PATCHES) == 20
     assert all(patch.reason for patch in ours.PATCHES)
 
 

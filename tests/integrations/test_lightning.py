@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -292,6 +292,95 @@ def test_what_is_not_supported_is_refused(options: dict[str, Any], error: type[E
         trainer(**options)
     with pytest.raises(error, match=message):
         lightning.Fabric(accelerator="xla_amp", **options)
+
+
+class Captured(Net):
+    """Counts the calls of Python; its optimizer gives the learning rate to the program."""
+
+    calls: ClassVar[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.calls.append(1)
+        loss = F.cross_entropy(self.body(batch[0]), batch[1])
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2, fused=True)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9), "interval": "step"}]
+
+
+class Seen(lightning.Callback):
+    """What is known after each batch."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        scaler = trainer.precision_plugin.scaler
+        logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        self.found.append((outputs["loss"].item(), trainer.global_step, scaler and scaler.get_scale(), logged))
+
+
+@pytest.mark.parametrize(
+    "options", [{"precision": "16-mixed"}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}]
+)
+def test_captured_steps_are_the_recorded_ones(options: dict[str, Any]) -> None:
+    """With dropout, clipping and a schedule; in float16 a batch overflows."""
+    rows, kept = loader(), []
+    rows.dataset.tensors[0][9] *= 1e6  # type: ignore[attr-defined]
+    for capture in (False, True):
+        torch.manual_seed(0)
+        model, seen = Captured(0.1), Seen()
+        Captured.calls.clear()
+        strategy = ours.XLAStrategy(capture=capture)
+        quiet = {"callbacks": [seen], "enable_checkpointing": False, "gradient_clip_val": 1.0, "max_epochs": 3}
+        fit = trainer(strategy=strategy, **quiet, **options)
+        fit.fit(model, rows, loader(3))
+        weights = [each.detach().cpu() for each in model.parameters()]
+        kept.append((repr(seen.found), fit.fit_loop.state_dict(), weights, len(Captured.calls)))
+    recorded, captured = kept
+    assert recorded[:2] == captured[:2]
+    assert all(torch.equal(one, other) for one, other in zip(recorded[2], captured[2], strict=True))
+    assert recorded[3] == 24
+    assert captured[3] < 9  # twice each, and one is compared after eight
+
+
+class Reads(Captured):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * (1 if batch_idx % 2 else 2)
+
+
+class LogsNumbers(Captured):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("rate", 0.5)
+        return super().training_step(batch, batch_idx)
+
+
+class OnTheHost(Captured):
+    configure_optimizers = Net.configure_optimizers
+
+
+class Looks(lightning.Callback):
+    def on_after_backward(self, trainer: Any, module: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("kind", "callbacks", "reason"),
+    [
+        (Reads, [], "training_step reads batch_idx"),
+        (LogsNumbers, [], "'rate' is logged as a float"),
+        (Captured, [Looks()], "Looks.on_after_backward runs inside of the step"),
+        (OnTheHost, [], "on the host; use"),
+    ],
+)
+def test_what_prevents_a_capture_is_named(kind: Any, callbacks: list[Any], reason: str) -> None:
+    torch.manual_seed(0)
+    quiet = {"callbacks": callbacks, "enable_checkpointing": False, "precision": "bf16-mixed"}
+    Captured.calls.clear()
+    with pytest.warns(xla_amp.errors.XlaAmpWarning, match=reason):
+        trainer(strategy=ours.XLAStrategy(capture=True), **quiet).fit(kind(), loader())
+    assert len(Captured.calls) == 16
 
 
 def test_auto_selects_the_device_that_is_in_use() -> None:

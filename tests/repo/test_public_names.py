@@ -63,8 +63,8 @@ def test_the_reference_has_every_public_module():
     modules = {name for name in xla_amp.__all__ if isinstance(getattr(xla_amp, name), ModuleType)}
     assert {f"xla_amp.{name}" for name in modules} <= documented
     integrations = {f"xla_amp.integrations.{path.stem}" for path in (ROOT / "xla_amp/integrations").glob("[a-z]*.py")}
-    parts = {"xla_amp.integrations.patches", "xla_amp.integrations.trainer_steps"}  # what the others share
-    assert integrations - parts <= documented
+    parts = {"captured", "lightning_capture", "patches", "trainer_capture", "trainer_steps"}  # of the others
+    assert integrations - {f"xla_amp.integrations.{name}" for name in parts} <= documented
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)

@@ -50,6 +50,7 @@ _LOW: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16
 _policy: Policy | None = None
 _read_skips = False
 _pad_to_buckets = True
+_capture = False
 _hide_fp16: contextvars.ContextVar[bool] = contextvars.ContextVar("_hide_fp16", default=False)
 
 
@@ -156,8 +157,22 @@ def _region(original: Any, native_amp: bool = False, autocast_kwargs: Any = None
 # ---- training and evaluation -----------------------------------------------------------------------------------------
 
 
+def _train(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not (_capture and _ours(self.args.device)):
+        return original(self, *args, **kwargs)
+    from xla_amp.integrations.trainer_capture import CapturedTraining
+
+    with CapturedTraining(self, _finite):
+        return original(self, *args, **kwargs)
+
+
 def _filter_on_device(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     loss = original(self, *args, **kwargs)
+    return loss if "training_step" in vars(self) else _finite(self, loss)  # a captured step is filtered after it
+
+
+def _finite(self: Any, loss: torch.Tensor) -> torch.Tensor:
+    """The loss that is logged: one that is not finite becomes the mean of those since the last log."""
     if self.args.logging_nan_inf_filter is not None:
         return loss
     mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
@@ -427,6 +442,8 @@ PATCHES = (
           "Asks a fixed list of devices, not Accelerate: training is on the CPU."),
     Patch("transformers.training_args", "", "is_torch_bf16_gpu_available", lambda original: True,
           "bf16=True is refused for devices that are not in a fixed list."),
+    Patch(*_TRAINER, "train", _train,
+          "Calls the parts of a step in turn; with capture=True they are one captured step."),
     Patch(*_TRAINER, "training_step", _filter_on_device,
           "Losses that are not finite would be logged: the loop's own filter, which waits in each step, is off."),
     Patch("transformers.trainer", "", "DEFAULT_CALLBACKS", _also_ours,
@@ -494,7 +511,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def enable(policy: Policy | str | Path | None = None, *, read_skips: bool = False, pad_to_buckets: bool = True) -> None:
+def enable(
+    policy: Policy | str | Path | None = None,
+    *,
+    read_skips: bool = False,
+    pad_to_buckets: bool = True,
+    capture: bool = False,
+) -> None:
     """Makes Accelerate and transformers' Trainer use the XLA device; call it before their first object is made.
 
     ``Accelerator(cpu=True)`` and ``TrainingArguments(use_cpu=True)`` still use the CPU.  Warns if Accelerate has chosen
@@ -508,13 +531,17 @@ def enable(policy: Policy | str | Path | None = None, *, read_skips: bool = Fals
             schedule stays where it is in a skipped step.  Otherwise they are always False.
         pad_to_buckets: pad batches of tokens to 16, 32, 48, 64, 96, ... where transformers would pad them to their
             longest row, so that there are few programs.
+        capture: capture the Trainer's step as `xla_amp.compile` does, by its contract.  What prevents it is a warning.
 
     Raises:
+        ValueError: `capture` together with `read_skips`, which reads a value in each step.
         ImportError: Accelerate is not installed.
         PolicyError: `policy` cannot be loaded.
         DeviceError: the engine in use is torch_xla, which Accelerate finds by itself.
     """
-    global _policy, _read_skips, _pad_to_buckets
+    global _policy, _read_skips, _pad_to_buckets, _capture
+    if capture and read_skips:
+        raise ValueError("enable(capture=True, read_skips=True): a captured step reads no value; leave one of them out")
     if importlib.util.find_spec("accelerate") is None:
         raise ImportError(
             "xla_amp.integrations.huggingface needs the package `accelerate`: pip install 'xla-amp[huggingface]'"
@@ -523,6 +550,7 @@ def enable(policy: Policy | str | Path | None = None, *, read_skips: bool = Fals
     _policy = None if policy is None else policies.load(policy)
     _read_skips = read_skips
     _pad_to_buckets = pad_to_buckets
+    _capture = capture
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     _apply()

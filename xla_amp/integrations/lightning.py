@@ -37,7 +37,7 @@ try:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
     from lightning.pytorch.callbacks import Callback
-    from lightning.pytorch.plugins.precision import MixedPrecision
+    from lightning.pytorch.plugins.precision import MixedPrecision, Precision
     from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 except ImportError as error:
     raise ImportError(
@@ -140,6 +140,12 @@ class XLAMixedPrecision(_ByPolicy, MixedPrecision):  # type: ignore[misc]
     """
 
     autocast_context_manager = _ByPolicy.forward_context  # type: ignore[assignment]
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *algorithm: Any, **named: Any) -> None:
+        """Clips, also for an optimizer that unscales gradients in its step: here they are unscaled before."""
+        if clip_val > 0 and self.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            self.scaler.unscale_(getattr(optimizer, "optimizer", optimizer))
+        Precision.clip_gradients(self, optimizer, clip_val, *algorithm, **named)
 
 
 class FabricXLAMixedPrecision(_ByPolicy, FabricMixed):
@@ -294,7 +300,31 @@ class XLAStrategy(_OneOfSeveral, ParallelStrategy):
     """One process, or one of several that torchrun or `xla_amp.launch` has started, with one device each.
 
     Gradients are averaged after the last backward pass of a step.  Parameters begin as those of rank 0.
+
+    Args:
+        capture: capture the training step as `xla_amp.compile` does, by its contract.  What prevents it is a warning.
+        options: of Lightning's `ParallelStrategy`, by name.
+
+    Example:
+        Trainer(accelerator="xla_amp", strategy=XLAStrategy(capture=True), precision="bf16-mixed")
     """
+
+    def __init__(self, *, capture: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self._capture = capture
+
+    def setup(self, trainer: Any) -> None:
+        """As Lightning's; a training step is captured from here on, if it is to be."""
+        super().setup(trainer)
+        if self._capture and trainer.training:
+            from xla_amp.integrations import captured
+            from xla_amp.integrations.lightning_capture import CapturedOptimization
+
+            loop = trainer.fit_loop.epoch_loop
+            if not trainer.lightning_module.automatic_optimization:
+                captured.report("it is optimized by hand; give a function of the module to xla_amp.compile")
+            made = CapturedOptimization(trainer)
+            made.optim_progress, loop.automatic_optimization = loop.automatic_optimization.optim_progress, made
 
     def model_to_device(self) -> None:
         """Moves the model, and copies rank 0's parameters and buffers."""

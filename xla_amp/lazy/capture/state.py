@@ -26,6 +26,8 @@ _SILENT: Final = _OF_EVERY_MODULE - {"training"} | {"_until_check"}
 """Attributes of modules and scalers that are read otherwise, or that no step depends on."""
 
 
+_FUSED: Final = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers that, with ``fused=True``, give their options to one operation as they are."""
 _BOUND: Final = (torch.Tensor, torch.nn.Module)
 
 
@@ -73,11 +75,14 @@ class _Objects(Reading):
         space = vars(owner)
         self.compare(f"the class of {label}", type(owner))
         if isinstance(owner, Optimizer):
-            for hooks in (owner._optimizer_step_pre_hooks, owner._optimizer_step_post_hooks):
+            for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                hooks = space.get(name, {})  # a wrapper, such as Accelerate's, has none
                 self._hooks(hooks.values(), hooks, label)
             for table in (space, owner.state, owner.param_groups):
                 self.watch(table)
-            for number, group in enumerate(owner.param_groups):
+            inner = (each for each in space.values() if isinstance(each, Optimizer))
+            wraps = any(each.param_groups is owner.param_groups for each in inner)  # which has them, too
+            for number, group in enumerate([] if wraps else owner.param_groups):
                 self._group(owner, group, f"{label}.param_groups[{number}]")
             self._rest(owner, label)
             return
@@ -151,7 +156,8 @@ def _is_float(value: Any) -> bool:
 
 
 def _gives_numbers(optimizer: Optimizer) -> bool:
-    return getattr(optimizer, "numbers_are_inputs", False)
+    fused = type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
+    return fused or getattr(optimizer, "numbers_are_inputs", False)
 
 
 def _remedy(optimizer: Optimizer, value: Any) -> str:
