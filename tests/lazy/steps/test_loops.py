@@ -360,6 +360,7 @@ def test_gradients_accumulated_for_an_optimizer_are_one_program(
 ) -> None:
     """The twin: weights that a step does not write end nothing, whatever it computes between two backward passes."""
     monkeypatch.setattr(step_marker, "_watching", True)
+    monkeypatch.setattr(step_marker, "_begins_program", False)
     weight, total = nn.Parameter(torch.ones(5, 27, device=device)), torch.zeros((), device=device)
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 27)), nn.BatchNorm1d(27)).to(device)
     x = torch.ones(4, 5).to(device)
