@@ -70,11 +70,11 @@ def test_programs_from_the_disk_are_no_compilations(device: torch.device, tmp_pa
 DIFFERENCES: dict[str, tuple[Callable[[torch.Tensor, int], torch.Tensor], str]] = {
     "dtype": (
         lambda x, i: x.to((torch.float32, torch.bfloat16)[i]) * 2,
-        r"operation 1 is _to_copy\(%0, .*dtype=.*\) -> bfloat16.*, mul.Tensor\(%0\) -> float32\[3,37\] before|mul",
+        r"operation 1 is _to_copy\(float32\[3,37\]\) -> bfloat16\[3,37\], mul.Tensor\(float32\[3,37\], .* before",
     ),
     "Python argument": (
         lambda x, i: x.tril(i),
-        r"tril\(%0, 1 integers as data\) .*, tril\(%0, diagonal=0\) .* before at .*test_recompile_reasons.py:\d+",
+        r"tril\(float32.*, 1 integers as data\) .*, tril\(.*, diagonal=0\) .* at .*test_recompile_reasons.py:\d+",
     ),
     "Python bool": (
         lambda x, i: x.sum(0, keepdim=bool(i)),
@@ -82,9 +82,16 @@ DIFFERENCES: dict[str, tuple[Callable[[torch.Tensor, int], torch.Tensor], str]] 
     ),
     "operation": (
         lambda x, i: (x.sin, x.cos)[i](),
-        r"operation 1 is cos\(%0\) -> .*, sin\(%0\) -> .* before at .*test_recompile_reasons.py:\d+",
+        r"operation 1 is cos\(float32\[3,37\]\) -> .*, sin\(.*\) -> .* before at .*test_recompile_reasons.py:\d+",
     ),
-    "number of operations": (lambda x, i: x.exp() if i else x.exp().neg(), r"\(2 operations, 3 before\)"),
+    "number of operations": (
+        lambda x, i: x.exp() if i else x.exp().neg(),
+        r"neg\(float32\[3,37\]\) -> .* at the end is missing \(2 operations, 3 before\)",
+    ),
+    "other values": (
+        lambda x, i: torch.sub(*(x.sin(), x.cos())[:: 1 - 2 * i]),
+        r"sub.Tensor\(float32\[3,37\], float32\[3,37\].*\) -> float32\[3,37\] of other values than before at ",
+    ),
     "shape": (lambda x, i: x.new_ones(3 + i), r"-> float32\[4\], .* -> float32\[3\] before"),
 }
 
@@ -103,6 +110,25 @@ def test_each_kind_of_difference(
     (text,) = logged(caplog)
     assert "compiled program 2: " in text
     assert re.search(expected, text), text
+
+
+def test_the_most_similar_program_is_compared(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XLA_AMP_DEBUG", "recompile")
+    x = torch.rand(5, 37).to(device)
+    for index in range(4):
+        y = x.exp() if index == 1 else x.asin().sinh()
+        z = y.sin() if index == 2 else y.cos()
+        y = y if index < 3 else None
+        xla_amp.sync()
+        del y, z
+    other, similar, alive = logged(caplog)
+    assert re.search(r"operation 1 is exp\(.*, asin\(", other)
+    assert re.search(r"operation 3 is sin\(float32\[5,37\]\) -> .*, cos\(.* before", similar)
+    assert re.search(r"after the step sinh\(float32\[5,37\]\) -> float32\[5,37\] at .* is no longer alive", alive), (
+        alive
+    )
 
 
 def train(device: torch.device, dtype: torch.dtype) -> None:

@@ -1,7 +1,7 @@
 """Where compilations and host syncs come from: the user's lines, with how often and why.
 
-A line is the innermost one outside torch and this package.  The differences between a program and the one that the same
-line compiled before are found when it is compiled, so nothing is kept for steps that repeat.  ``metrics.report()``
+A line is the innermost one outside torch and this package.  A program is compared with the most similar of the last few
+that the same line compiled, when it is compiled, so nothing is kept for steps that repeat.  ``metrics.report()``
 lists the lines; ``XLA_AMP_DEBUG=recompile,sync`` logs each event (the logger of this module, level WARNING); and a line
 that compiles again and again is warned about once.
 """
@@ -12,17 +12,21 @@ import dataclasses
 import itertools
 import linecache
 import logging
+import re
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from xla_amp.common import compiling, config, events
 from xla_amp.errors import RecompileWarning
-from xla_amp.lazy.graph.tape import Tape
+from xla_amp.lazy.graph.tape import Node, Tape
+from xla_amp.lazy.graph.trace import Spec
 from xla_amp.lazy.programs.compile import XlaProgram
 
 _log = logging.getLogger(__name__)
 
+_COMPARED = 4
+"""Programs of a line that a new one is compared with."""
 PATIENCE = 6
 """Programs of one line at which it warns.  A training loop has up to three: first step, others, smaller last batch."""
 _ADVICE = (
@@ -36,7 +40,7 @@ _ADVICE = (
 class _Line:
     """The compilations of one line."""
 
-    program: weakref.ref[XlaProgram] | None = None
+    last: deque[weakref.ref[XlaProgram]] = dataclasses.field(default_factory=lambda: deque(maxlen=_COMPARED))
     programs: int = 0
     newest: str = ""
     """The reason of the last one, or of the last captured step that was recorded again."""
@@ -70,11 +74,12 @@ def compiled(program: XlaProgram) -> None:
             _log.warning("%s: loaded a program that was compiled before", location or "a backward pass")
         return
     line = _lines.setdefault(location, _Line())
-    before = None if line.program is None else line.program()
-    line.program, line.programs = weakref.ref(program), line.programs + 1
+    before = [known for each in line.last if (known := each()) is not None]
+    line.last.appendleft(weakref.ref(program))
+    line.programs += 1
     if line.programs == 1:
         return
-    reason = "the program before was dropped (XLA_AMP_PROGRAM_MEMORY)" if before is None else _reason(before, program)
+    reason = _reason(before, program) if before else "the programs before were dropped (XLA_AMP_PROGRAM_MEMORY)"
     _again(location, f"compiled program {line.programs}", reason)
     if line.programs == PATIENCE:
         file, _, number = location.rpartition(":")
@@ -130,25 +135,52 @@ def _with_source(location: str) -> str:
     return (location or "a thread without Python code") + (f": {source}" if source else "")
 
 
-def _reason(old: XlaProgram, new: XlaProgram) -> str:
-    kept = len(new.key.wanted), len(old.key.wanted)
-    return difference(old.key.code, new.key.code) or (
-        f"other values are kept after the step ({kept[0]}, {kept[1]} before) or laid out otherwise over a mesh: a list "
-        "that grows, or gradients that are not dropped?"
+def _reason(before: Sequence[XlaProgram], new: XlaProgram) -> str:
+    nearest = max(before, key=lambda old: _same_from_the_start(old.key.code, new.key.code))
+    if (found := difference(nearest.key.code, new.key.code)) is not None:
+        return found
+    more, fewer = (
+        sorted(set(a).difference(b)) for a, b in itertools.permutations((new.key.wanted, nearest.key.wanted))
     )
+    if more or fewer:
+        tape, number = Tape(new.key.code), (more or fewer)[0]
+        value = next(node for node in tape if number in node.results)
+        where = value.instruction.location
+        others = f", and {len(more or fewer) - 1} more" if len(more or fewer) > 1 else ""
+        return (
+            f"after the step {_text(value, tape.specs())}{where and ' at '}{where}{others}, is "
+            f"{'still' if more else 'no longer'} alive: a list that grows, or gradients that are not dropped?"
+        )
+    return "another tensor shares the memory of an input, or an array is laid out otherwise over a mesh"
+
+
+def _same_from_the_start(one: Sequence[int], other: Sequence[int]) -> int:
+    differs = (position for position, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differs, min(len(one), len(other)))
 
 
 def difference(old: Sequence[int], new: Sequence[int]) -> str | None:
     """The first difference of two traces, None if they are equal."""
-    before, after = Tape(old).nodes, Tape(new).nodes
+    before, after = Tape(old), Tape(new)
     count = "" if len(before) == len(after) else f" ({len(after)} operations, {len(before)} before)"
     for position, (a, b) in enumerate(itertools.zip_longest(before, after)):
         if a is None or b is None:
-            return f"operation {position} is {b or 'missing'}, {a or 'missing'} before{count}"
+            known, specs = (b, after.specs()) if a is None else (a, before.specs())
+            return f"{_text(known, specs)} at the end is {'new' if a is None else 'missing'}{count}"
         if a.instruction is b.instruction and (*a.draw, *a.inputs) == (*b.draw, *b.inputs):
             continue
+        is_, was = _text(b, after.specs()), _text(a, before.specs())
+        change = f"{is_}, {was} before" if is_ != was else f"{is_} of other values than before"
         reader = b if not b.is_parameter else next((node for node in after if b.first in node.inputs), b)
         read = "" if reader is b else f", read by {reader.instruction.name}"
         place = "" if reader.is_parameter else reader.instruction.location
-        return f"operation {position} is {b}, {a} before{read}{place and ' at '}{place}{count}"
+        return f"operation {position} is {change}{read}{place and ' at '}{place}{count}"
     return None
+
+
+def _text(node: Node, specs: Sequence[Spec | None]) -> str:
+    """An operation as ``str`` gives it, with dtypes and shapes in place of the numbers of values."""
+    text = str(node)
+    for number in {each for each in node.inputs if each >= 0}:
+        text = re.sub(rf"%{number}\b", str(specs[number]), text)
+    return text
