@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from contractions import contractions, contractions_of
-from flax import nnx
+from flax import linen, nnx
 from flax.errors import TraceContextError
 from jax_autocast import Transformer
 
@@ -339,3 +339,28 @@ def test_a_module_that_cannot_be_changed_stays_as_it_is(call):
     assert (model.calls, int(model.seen[...]), model.layer.kernel.shape) == (0, 0, (4, 4))
     layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))  # what changes nothing may be in a closure
     assert jax.jit(autocast(layer))(x).dtype == jnp.float32
+
+
+class LinenWithParts(linen.Module):
+    """A Linen module with parts under autocast, which it may leave out where it is initialized."""
+
+    careful: bool = True
+    norm: bool = False
+
+    @linen.compact
+    def __call__(self, x):
+        parts = linen.BatchNorm(use_running_average=False) if self.norm else linen.Dense(8)
+        if self.careful and self.is_initializing():
+            return parts(x)
+        return autocast(lambda x: parts(x), dtype="bfloat16")(x)
+
+
+def test_variables_of_a_linen_module_are_made_outside():
+    key, x = jax.random.key(0), jnp.linspace(-1, 1, 64).reshape(4, 16)
+    for wrapped in (lambda f: f, jax.jit):
+        with pytest.raises(TypeError, match=r"writes .* if self.is_initializing\(\) else autocast"):
+            wrapped(LinenWithParts(False).init)(key, x)
+    assert LinenWithParts().apply(LinenWithParts().init(key, x), x).shape == (4, 8)
+    model = LinenWithParts(norm=True)
+    with pytest.raises(TypeError, match=r"writes .*batch_stats.*autocast\(model.apply\)"):
+        model.apply(model.init(key, x), x, mutable=["batch_stats"])

@@ -33,7 +33,43 @@ class Lifted(NamedTuple):
 
 @contextlib.contextmanager
 def functionalized(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
-    """A call that may mutate nnx objects: its arguments, or the module that it calls.  `Lifted` is valid inside."""
+    """A call that may mutate nnx objects: its arguments, or the module that it calls.  `Lifted` is valid inside.
+
+    Raises:
+        TypeError: the call has made or changed variables of a Linen module of the function's closure.
+    """
+    scopes = _linen_scopes(function)
+    before = [_leaves(scope) for scope in scopes]
+    with _functionalized(function, args, kwargs) as lifted:
+        yield lifted
+    for scope, known in zip(scopes, before, strict=True):
+        written = [path for path, value in _leaves(scope).items() if value is not known.get(path)]
+        if written:
+            raise TypeError(
+                f"xla_amp.jax.autocast traced a function that writes {written[0]} of a Linen module, which would keep "
+                "a tracer. While the model is initialized, call the module without autocast: "
+                "dense(x) if self.is_initializing() else autocast(lambda x: dense(x))(x); or wrap all of it: "
+                "autocast(model.init), autocast(model.apply)"
+            )
+
+
+def _linen_scopes(function: Any) -> list[Any]:
+    """The scopes of the Linen modules in the closure of a function, where they may make variables."""
+    linen = sys.modules.get("flax.linen")
+    if linen is None:
+        return []
+    cells = getattr(function, "__closure__", None) or ()
+    held = (cell.cell_contents for cell in cells if cell != types.CellType())
+    scopes = (each.scope for each in held if isinstance(each, linen.Module))
+    return [scope.root for scope in scopes if scope is not None and scope.mutable is not False]
+
+
+def _leaves(scope: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(scope.variables())}
+
+
+@contextlib.contextmanager
+def _functionalized(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         yield Lifted(function, args, kwargs, _as_it_is)
