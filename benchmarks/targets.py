@@ -13,15 +13,16 @@ import collections
 import dataclasses
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import hlo_text
 import jax
 import numpy as np
 
-from xla_amp.errors import DeviceError
-from xla_amp.stablehlo import workers
+from xla_amp.stablehlo import guard, guard_worker
 
 _TPUS: Final[Mapping[str, Mapping[int, str]]] = {
     "v5e": {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"},
@@ -58,23 +59,21 @@ class Compiled:
 class Compilers:
     """Keeps the compilers running until the end of the ``with`` block."""
 
-    _worker: workers.Worker | None = None
+    def __init__(self) -> None:
+        self._worker = guard.Worker("targets", {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"})
 
     def compile(self, module: str, target: str, options: Mapping[str, str] | None = None) -> Compiled:
         """MLIR text as XLA compiles it for one of `NAMES`, with XLA's options by name on top of its defaults."""
-        if self._worker is None or self._worker.closed:
-            self._worker = workers.Worker("targets", {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"})
-        reply = self._worker.ask({"target": target, "options": dict(options or {})}, module.encode())
-        if "error" in reply:
-            raise DeviceError(f"compiling for {target}: {reply['error']}")
+        question = {"target": target, "options": dict(options or {})}
+        reply = self._worker.ask(question, module.encode(), failed=f"compiling for {target}", limit=False)
+        del reply["data"]
         return Compiled(**reply)
 
     def __enter__(self) -> Compilers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._worker is not None:
-            self._worker.close()
+        self._worker.close()
 
 
 def compile_for(module: str, target: str, options: Mapping[str, str] | None = None) -> Compiled:
@@ -155,4 +154,4 @@ def _described(target: str) -> str:
 
 
 if __name__ == "__main__":
-    workers.serve(_answer)
+    guard_worker.serve(Connection(int(sys.argv[1])), _answer)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 import targets
 
-from xla_amp.errors import DeviceError
+from xla_amp.errors import ModuleError
 
 N = 1024
 
@@ -53,9 +53,9 @@ def test_a_module_for_four_devices_and_options_of_the_compiler(compilers):
     assert "mhlo.num_partitions = 1" in text
     four = text.replace("mhlo.num_partitions = 1", "mhlo.num_partitions = 4")
     assert "num_partitions=4" in compilers.compile(four, "v6e").hlo
-    with pytest.raises(DeviceError, match=r"compiling for v6e: .*xla_nothing"):
+    with pytest.raises(ModuleError, match=r"compiling for v6e failed: .*xla_nothing"):
         compilers.compile(text, "v6e", {"xla_nothing": "1"})
-    with pytest.raises(DeviceError, match="compiling for v6e: MLIRError: Unable to parse module assembly"):
+    with pytest.raises(ModuleError, match="compiling for v6e failed: MLIRError: Unable to parse module assembly"):
         compilers.compile("func.func @main(", "v6e")
 
 

@@ -15,7 +15,7 @@ import pytest
 from jax import export
 
 from xla_amp.errors import FileError, ModuleError
-from xla_amp.stablehlo import execution, guard, io, ir
+from xla_amp.stablehlo import execution, guard, guard_worker, io, ir
 from xla_amp.stablehlo.passes.autocast import autocast
 from xla_amp.stablehlo.program import FORMATS, Format, Program, detect, dump
 
@@ -131,13 +131,15 @@ def test_damage_is_one_clear_error(data, message):
 def test_a_reader_that_never_ends_is_stopped_and_the_next_starts(tmp_path, monkeypatch):
     (tmp_path / "sleeper.py").write_text("import time; time.sleep(60)")
     monkeypatch.syspath_prepend(tmp_path)
-    other = guard._Guard()
+    other = guard.Worker("sleeper")
     with monkeypatch.context() as patch:
-        patch.setattr(guard, "_WORKER", "sleeper")
         patch.setattr(guard, "_TIMEOUT", (1, 0))
         patch.setattr(guard, "_START", 0)
         with pytest.raises(ModuleError, match=r"it crashed or did not end \(no answer in 1 s\)"):
             other.ask({}, b"", failed="it")
+    (tmp_path / "sleeper.py").write_text(
+        f"import runpy; runpy.run_module('{guard_worker.__name__}', run_name='__main__')"
+    )
     with pytest.raises(ModuleError, match="it failed: KeyError: 'name'"):
         other.ask({}, b"", failed="it")
     other.kill()

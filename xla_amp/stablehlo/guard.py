@@ -26,7 +26,6 @@ _TIMEOUT: Final = (10.0, 5e-6)
 """Seconds that the process may take, and seconds more per byte."""
 _START: Final = 60
 """Seconds more for its start, on a busy machine."""
-_WORKER: Final = "xla_amp.stablehlo.guard_worker"
 _ENVIRONMENT: Final = MappingProxyType(
     {
         "JAX_PLATFORMS": "cpu",
@@ -36,10 +35,16 @@ _ENVIRONMENT: Final = MappingProxyType(
 )
 
 
-class _Guard:
-    """The worker process; started on first use, ended with this process."""
+class Worker:
+    """A worker process; started on first use, ended with this process.
 
-    def __init__(self) -> None:
+    Args:
+        module: calls `guard_worker.serve`.
+        environment: variables that differ from this process's.
+    """
+
+    def __init__(self, module: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._module, self._environment = module, {**_ENVIRONMENT, **environment}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -47,7 +52,7 @@ class _Guard:
         """The worker's reply; the bytes that it makes of `data` are ``"data"``.
 
         Args:
-            question: as `guard_worker.handle` takes it.
+            question: as the worker takes it.
             data: goes with it.
             failed: begins the message if the worker ends.
             limit: whether the worker may take a time that depends on the size of `data` only.
@@ -86,12 +91,12 @@ class _Guard:
         self._wire, other = multiprocessing.Pipe()
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _WORKER, str(other.fileno())],
+                [sys.executable, "-m", self._module, str(other.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
-                env=config.child_environment({**_ENVIRONMENT, "PYTHONPATH": path}),
+                env=config.child_environment({**self._environment, "PYTHONPATH": path}),
             )
         atexit.register(self.close)
 
@@ -114,4 +119,4 @@ class _Guard:
             return process.wait()
 
 
-guard: Final = _Guard()
+guard: Final = Worker("xla_amp.stablehlo.guard_worker")

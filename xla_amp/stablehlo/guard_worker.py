@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,8 +30,11 @@ def handle(question: Mapping[str, Any], data: bytes) -> dict[str, Any]:
     return {}
 
 
-def serve(wire: Connection) -> None:
-    """Answers the questions of the process at the other end until it ends."""
+def serve(wire: Connection, handle: Callable[[dict[str, Any], bytes], dict[str, Any]]) -> None:
+    """Answers the questions of the process at the other end until it ends.
+
+    `handle` gets a question and its bytes; bytes of its reply are ``"data"``.
+    """
     with contextlib.suppress(EOFError, OSError):
         while True:
             question, data = json.loads(wire.recv_bytes()), wire.recv_bytes()
@@ -45,4 +48,4 @@ def serve(wire: Connection) -> None:
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    serve(Connection(int(sys.argv[1])), handle)
