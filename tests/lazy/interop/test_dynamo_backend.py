@@ -67,6 +67,14 @@ def test_the_name_of_torch_xla():
     assert torch.equal(layer(x), expected)
 
 
+def test_an_operation_that_an_earlier_region_had_a_rule_for(device):
+    x = torch.linspace(-1, 1, 6).to(device)
+    with xla_amp.autocast(device, rules={"relu6": "fp32"}):
+        F.relu6(x)
+    with xla_amp.autocast(device):
+        assert torch.equal(torch.compile(F.relu6, backend="xla_amp", fullgraph=True)(x), F.relu6(x))
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()

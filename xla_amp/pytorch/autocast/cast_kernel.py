@@ -43,6 +43,9 @@ def is_composite(operator: Any) -> bool:
     return bool(operator.has_kernel_for_dispatch_key("CompositeImplicitAutograd"))
 
 
+_PYTHON_DISPATCHER = torch.DispatchKey.PythonDispatcher
+
+
 def as_key(key: str) -> Any:
     """A dispatch key as torch's functions take it: they take keys that the enumeration lacks (AutocastXLA) by name."""
     return getattr(torch.DispatchKey, key, key)
@@ -166,7 +169,10 @@ def _default_kernel(
 
     def default(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(args[index], _NUMBERS) for index in operands.tensors if index < len(args)):
-            return kernel(keyset, *args, **kwargs) if kernel else redispatch(keyset.remove(key), *args, **kwargs)
+            if kernel:
+                return kernel(keyset, *args, **kwargs)
+            # With torch's Python dispatcher, which Dynamo enables, it would begin again at the first key.
+            return redispatch(keyset.remove(key).remove(_PYTHON_DISPATCHER), *args, **kwargs)
         # Neither of the calls above accepts a number where a tensor is expected; calling the operation does.
         if not fallback:
             fallback.append(casting.make(torch_cast, operands, device_type))
