@@ -139,14 +139,12 @@ def _reason(before: Sequence[XlaProgram], new: XlaProgram) -> str:
     nearest = max(before, key=lambda old: _same_from_the_start(old.key.code, new.key.code))
     if (found := difference(nearest.key.code, new.key.code)) is not None:
         return found
-    more, fewer = (
-        sorted(set(a).difference(b)) for a, b in itertools.permutations((new.key.wanted, nearest.key.wanted))
-    )
-    if more or fewer:
-        tape, number = Tape(new.key.code), (more or fewer)[0]
-        value = next(node for node in tape if number in node.results)
+    more = set(new.key.wanted).difference(nearest.key.wanted)
+    if numbers := more or set(nearest.key.wanted).difference(new.key.wanted):
+        tape = Tape(new.key.code)
+        value = next(node for node in tape if numbers.intersection(node.results))
         where = value.instruction.location
-        others = f", and {len(more or fewer) - 1} more" if len(more or fewer) > 1 else ""
+        others = f", and {len(numbers) - 1} more" if len(numbers) > 1 else ""
         return (
             f"after the step {_text(value, tape.specs())}{where and ' at '}{where}{others}, is "
             f"{'still' if more else 'no longer'} alive: a list that grows, or gradients that are not dropped?"
