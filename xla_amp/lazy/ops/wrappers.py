@@ -303,27 +303,12 @@ def _traced(kernel: Kernel) -> Kernel:
 def _sized_by_channels(kernel: Kernel) -> Kernel:
     """The first call of torch.ao's observer of channels gives its empty state one element for each, as torch does."""
 
-    def observed(
-        self: torch.Tensor,
-        observer_on: torch.Tensor,
-        fake_quant_on: torch.Tensor,
-        running_min: torch.Tensor,
-        running_max: torch.Tensor,
-        scale: torch.Tensor,
-        zero_point: torch.Tensor,
-        averaging_const: float,
-        quant_min: int,
-        quant_max: int,
-        ch_axis: int,
-        per_row_fake_quant: bool = False,
-        symmetric_quant: bool = False,
-    ) -> Any:
-        state = running_min, running_max, scale, zero_point
-        if per_row_fake_quant and running_min.numel() == 0:
+    def observed(x: torch.Tensor, observer_on: Any, fake_quant_on: Any, *rest: Any) -> Any:
+        state, (_, _, _, channels, *switches) = rest[:4], rest[4:]  # running_min, running_max, scale, zero_point
+        if any(switches[:1]) and state[0].numel() == 0:  # per_row_fake_quant
             for tensor, value in zip(state, (math.inf, -math.inf, 1, 0), strict=True):
-                tensor.resize_(self.shape[ch_axis]).fill_(value)
-        numbers = averaging_const, quant_min, quant_max, ch_axis, per_row_fake_quant, symmetric_quant
-        return kernel(self, observer_on, fake_quant_on, *state, *numbers)
+                tensor.resize_(x.shape[channels]).fill_(value)
+        return kernel(x, observer_on, fake_quant_on, *rest)
 
     return observed
 
