@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,11 +58,6 @@ class _Repetition:
 
 
 _repetition = _Repetition()
-
-
-_RELEASE = 2e-4
-"""Seconds in which autograd's thread drops the graph of the last backward pass, as each of its values would be a result
-of the program; it waits for Python's lock."""
 
 
 class _Pass:
@@ -109,8 +103,8 @@ def look(*operands: Any) -> None:
     elif _is_part_of_a_step():
         if trace.nodes is None or mesh.replicas:
             limit = max(limit, LONG)
-        elif _is_after_backward() and _reads_an_update(operands):
-            time.sleep(_RELEASE)
+        elif _is_after_backward() and (updated := _updated(operands)) is not None:
+            _drop_graph(updated)
             step_marker.end_program()
             limit = 0
         elif _looks_at_each():
@@ -153,8 +147,8 @@ def _is_after_backward() -> bool:
     return True
 
 
-def _reads_an_update(operands: Iterable[Any]) -> bool:
-    """Whether an operation reads a leaf that was written since the last backward pass.
+def _updated(operands: Iterable[Any]) -> torch.Tensor | None:
+    """A leaf that an operation reads and that was written since the last backward pass, if there is one.
 
     In a function that ``torch.func`` transforms no tensor requires a gradient here: any tensor counts that operations
     outside of the transform have computed since.
@@ -169,8 +163,19 @@ def _reads_an_update(operands: Iterable[Any]) -> bool:
         base = tensor if tensor._base is None else tensor._base
         number = tensor_io.buffer_of(tensor).number
         if base.is_leaf and number >= _pass.count and number not in trace.parameter_numbers:
-            return True
-    return False
+            return tensor
+    return None
+
+
+def _drop_graph(tensor: torch.Tensor) -> None:
+    """Waits until autograd's thread has dropped the graph of the last backward pass, whose values would be results.
+
+    The thread drops it before its next task: here the gradient of a tensor of the device by itself, which records
+    nothing.
+    """
+    if tensor.is_floating_point() and not tensor.is_inference():
+        leaf = tensor.detach().requires_grad_()
+        torch.autograd.grad(leaf, leaf, tensor.detach())
 
 
 def _has_gradients() -> bool:
