@@ -1,17 +1,19 @@
 """Dispatch modes that `find_overflow` runs a step under: they see every ATen operation, forward and backward.
 
-`NonfiniteResults` finds the operations with an inf or NaN in their results, `OperandStatistics` examines their
-operands, `FiniteResults` finds where an inf or NaN ended.
+`Magnitudes` finds what each operation read and made, `Operands` examines the operands of some.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, Final
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from xla_amp.backends.places import LocatingMode, Place
 from xla_amp.backends.step_state import written_tensors
@@ -24,19 +26,51 @@ UNINITIALIZED: Final = frozenset(
 """Operations whose results are uninitialized memory."""
 
 
-class NonfiniteResults(LocatingMode):
-    """Finds operations with an inf or NaN in their results, without waiting for the device."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Computed:
+    """An operation that ran, and what of its operands and results is not finite: ``nan``, ``inf`` or empty."""
+
+    number: int
+    func: Any
+    """Its overload of ATen."""
+    place: Place
+    written: str
+    """What is not finite of the numbers among its arguments."""
+    read: str = ""
+    made: str = ""
+
+    @property
+    def produced(self) -> bool:
+        """Whether it made an inf or NaN itself."""
+        return bool(self.made) and produced(self.made, given=self.read, written=self.written)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it read the values of an inf or NaN, and made none."""
+        return bool(self.read) and not self.made and not _ignores_values(self.func.overloadpacket.__name__)
+
+
+class Magnitudes(LocatingMode):
+    """Finds what the operands and results of each operation have, without waiting for the device."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._pending: list[tuple[int, Place, torch.Tensor]] = []
+        self._computed: list[Computed] = []
+        self._magnitudes: list[torch.Tensor] = []
+        """Two for each: of the operands, and of the results."""
+        self._call: tuple[FrameType | None, int] = None, 0
+        """Where the last operation was called; autocast's casts for an operation run in the call of that."""
+        self._name = ""
+        """Of the first operation of that call that is no cast."""
+        self._casts: list[int] = []
+        """Indices of the casts of that call until there is such an operation."""
         self._paused = False
 
     def magnitude(self, tensor: torch.Tensor) -> torch.Tensor:
         """`magnitude` of a tensor, which is no operation of the step."""
         self._paused = True
         try:
-            return magnitude(tensor)
+            return magnitude([tensor])
         finally:
             self._paused = False
 
@@ -45,123 +79,95 @@ class NonfiniteResults(LocatingMode):
         if self._paused:
             return func(*args, **kwargs)
         number, place = self.count, self.locate(func)
+        if not _computes(func):
+            return func(*args, **kwargs)
+        read = [tensor for _, tensor in _named_operands(func, args, kwargs)]
+        given = [magnitude(read)] if read else []
         result = func(*args, **kwargs)
-        if _computes(func):
-            tensors = (*tree_leaves(result), *written_tensors(func, args, kwargs))
-            self._pending += [(number, place, magnitude(tensor)) for tensor in tensors if is_floating(tensor)]
+        if made := [*filter(is_floating, (*tree_leaves(result), *written_tensors(func, args, kwargs)))]:
+            results = magnitude(made)
+            self._computed.append(Computed(number, func, place, _written(args, kwargs)))
+            self._magnitudes += [*(given or [torch.zeros_like(results)]), results]
+            self._name_casts(place)
         return result
 
-    def read(self, more: Sequence[torch.Tensor]) -> tuple[list[tuple[int, tuple[Place, float]]], list[float]]:
+    def _name_casts(self, place: Place) -> None:
+        """Names casts that autocast has put around an operation as that, which is what the user wrote."""
+        call = _call()
+        if call[0] is not self._call[0] or call[1] != self._call[1]:
+            self._call, self._name = call, ""
+            self._casts.clear()
+        if place.operation == "_to_copy" and place.phase != "backward":
+            self._casts.append(len(self._computed) - 1)
+        else:
+            self._name = self._name or place.operation
+        while self._name and self._casts:
+            cast = self._computed[self._casts[-1]]
+            named = dataclasses.replace(cast.place, operation=self._name)
+            self._computed[self._casts.pop()] = dataclasses.replace(cast, place=named)
+
+    def read(self, more: Sequence[torch.Tensor]) -> tuple[list[Computed], list[bool]]:
         """Waits for the device, once.
 
         Args:
             more: further magnitudes to read.
 
         Returns:
-            (number of the operation, (its place, inf or NaN)) in their order; and the values of `more`.
+            The operations in their order; and whether the values of `more` are not finite.
         """
-        values = _to_host([*(each for _, _, each in self._pending), *more])
-        found: dict[int, tuple[Place, float]] = {}
-        for (number, place, _), value in zip(self._pending, values, strict=False):
-            if value - value != 0:
-                before = found.get(number, (place, 0.0))[1]
-                found[number] = place, (before if before != before else value)
-        return sorted(found.items()), values[len(self._pending) :]
+        kinds = iter([_kind(value) for value in _to_host([*self._magnitudes, *more])])
+        found = [dataclasses.replace(each, read=next(kinds), made=next(kinds)) for each in self._computed]
+        return found, list(map(bool, kinds))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Suspect:
-    place: Place
-    value: float
-    tensors: list[tuple[str, str, tuple[int, ...], torch.Tensor]]
-    """For each operand: its name, dtype and shape, and its `_statistics`."""
-    written: str
-    """``inf`` or ``nan`` if a number among its arguments is."""
-    result: str
+class Operands(TorchDispatchMode):
+    """Examines the operands of operations of the run before; waits for the device only in `producers`."""
 
-
-class OperandStatistics(LocatingMode):
-    """Records the operands of operations with nonfinite results, to find those that produced an inf or NaN.
-
-    Waits for the device only in `producers`.
-    """
-
-    def __init__(self, nonfinite: Mapping[int, tuple[Place, float]]) -> None:
-        super().__init__()
-        self.diverged = False
-        """Whether an operation differs from that of the run before; the run is not usable then."""
-        self._nonfinite = nonfinite
-        self._suspects: list[_Suspect] = []
+    def __init__(self, wanted: Sequence[Computed]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+        self._wanted = {each.number: each for each in wanted}
+        self._found: list[tuple[Computed, str, list[tuple[str, str, tuple[int, ...], torch.Tensor]]]] = []
+        """Each with the dtype of its result; name, dtype and shape of its operands, and their `_statistics`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        number, place = self.count, self.locate(func)
-        wanted = self._nonfinite.get(number)
-        if wanted is None or wanted[0].operation != place.operation:
-            self.diverged |= wanted is not None
+        kwargs, wanted = kwargs or {}, self._wanted.get(self.count)
+        self.count += 1
+        if wanted is None or wanted.func is not func:
             return func(*args, **kwargs)
-        tensors = [
+        operands = [
             (name, _dtype(tensor), tuple(tensor.shape), _statistics(tensor))
             for name, tensor in _named_operands(func, args, kwargs)
         ]
         result = func(*args, **kwargs)
         results = (*tree_leaves(result), *written_tensors(func, args, kwargs))
         dtype = next((_dtype(tensor) for tensor in results if is_floating(tensor)), "")
-        self._suspects.append(
-            _Suspect(place=wanted[0], value=wanted[1], tensors=tensors, written=_written(args, kwargs), result=dtype)
-        )
+        self._found.append((wanted, dtype, operands))
         return result
 
-    def producers(self) -> tuple[list[Producer], list[Producer]]:
-        """The operations that produced an inf or NaN from operands without it, and those that passed on one."""
-        values = iter(_to_host([numbers for suspect in self._suspects for *_, numbers in suspect.tensors]))
-        found: list[Producer] = []
-        passed_on: list[Producer] = []
-        for suspect in self._suspects:
-            operands = tuple(_operand(name, dtype, shape, *next(values)) for name, dtype, shape, _ in suspect.tensors)
-            made = "nan" if suspect.value != suspect.value else "inf"
-            own = produced(made, operands, written=suspect.written)
-            (found if own else passed_on).append(
-                Producer(place=suspect.place, made=made, inputs=operands, result=suspect.result)
+    def producers(self) -> tuple[Producer, ...]:
+        """The operations with their operands; fewer than in the run before if the two differ."""
+        values = iter(_to_host([numbers for *_, operands in self._found for *_, numbers in operands]))
+        return tuple(
+            Producer(
+                place=each.place,
+                made=each.made,
+                inputs=tuple(_operand(name, kind, shape, *next(values)) for name, kind, shape, _ in operands),
+                result=dtype,
             )
-        return found, passed_on
+            for each, dtype, operands in self._found
+        )
 
 
-class FiniteResults(LocatingMode):
-    """Finds the first operation that reads an inf or NaN and has finite results.
-
-    Args:
-        first: the operation that made the first inf or NaN; those after it are looked at.
-    """
-
-    def __init__(self, first: Place) -> None:
-        super().__init__()
-        self._first: Place | None = first
-        self._read: list[tuple[Place, torch.Tensor]] = []
-        """For each operation: 0, or NaN if an operand is not finite."""
-        self._made: list[torch.Tensor] = []
-        """The same of its results."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        place = self.locate(func)
-        if self._first is not None or not _computes(func) or _ignores_values(func.overloadpacket.__name__):
-            self._first = None if place == self._first else self._first
-            return func(*args, **kwargs)
-        operands = [magnitude(tensor) for _, tensor in _named_operands(func, args, kwargs)]
-        result = func(*args, **kwargs)
-        results = filter(is_floating, (*tree_leaves(result), *written_tensors(func, args, kwargs)))
-        made = [magnitude(tensor) for tensor in results]
-        if operands and made:
-            self._read.append((place, _zero_if_finite(operands)))
-            self._made.append(_zero_if_finite(made))
-        return result
-
-    def found(self) -> Place | None:
-        """Waits for the device; None where no operation did so."""
-        values = _to_host([*(each for _, each in self._read), *self._made])
-        pairs = zip(self._read, values[: len(self._read)], values[len(self._read) :], strict=True)
-        return next((place for (place, _), given, made in pairs if given != 0 and made == 0), None)
+def _call() -> tuple[FrameType | None, int]:
+    """The frame, and its instruction, that calls an operation: the innermost outside this package and torch's core."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        root, _, rest = str(frame.f_globals.get("__name__", "")).partition(".")
+        if root != "xla_amp" and not (root == "torch" and rest.startswith("_")):
+            return frame, frame.f_lasti
+        frame = frame.f_back
+    return None, 0
 
 
 def _computes(func: Any) -> bool:
@@ -182,11 +188,11 @@ def is_floating(value: Any) -> bool:
 
 
 @torch.no_grad()
-def magnitude(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude, in the tensor's dtype; NaN if there is one."""
+def magnitude(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude, in float64 unless it is that of one tensor; NaN if there is one."""
     # By dimension: torch_xla's maximum without one reduces nothing.
-    found: torch.Tensor = torch.linalg.vector_norm(tensor, math.inf, list(range(tensor.dim())))
-    return found
+    found = [torch.linalg.vector_norm(each, math.inf, list(range(each.dim()))) for each in tensors]
+    return found[0] if len(found) == 1 else torch.stack([each.double() for each in found]).amax(0)
 
 
 def _ignores_values(name: str) -> bool:
@@ -195,8 +201,8 @@ def _ignores_values(name: str) -> bool:
     return name.endswith("_like") or name.startswith("new_") or name in overwriting
 
 
-def _zero_if_finite(magnitudes: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([each.double() * 0 for each in magnitudes]).sum()
+def _kind(value: float) -> str:
+    return "" if value - value == 0 else "inf" if value == value else "nan"
 
 
 def _to_host(values: Sequence[torch.Tensor]) -> list[Any]:
@@ -266,5 +272,4 @@ def _operand(
 
 def _written(args: Any, kwargs: Any) -> str:
     """``nan`` or ``inf`` if a number among the arguments is; otherwise empty."""
-    numbers = [value for value in tree_leaves((args, kwargs)) if isinstance(value, float) and value - value != 0]
-    return ("nan" if any(value != value for value in numbers) else "inf") if numbers else ""
+    return max((_kind(value) for value in tree_leaves((args, kwargs)) if isinstance(value, float)), default="")

@@ -7,7 +7,7 @@ import functools
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -17,12 +17,8 @@ from xla_amp.backends.trees import tree_leaves
 from xla_amp.common import arguments, compiling, progress
 from xla_amp.errors import StepError
 from xla_amp.tools.monitor import kept as kept_step
-from xla_amp.tools.overflow.dispatch_modes import FiniteResults, NonfiniteResults, OperandStatistics, is_floating
+from xla_amp.tools.overflow.dispatch_modes import Magnitudes, Operands, is_floating
 from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer
-
-_SUSPECTS: Final = (16, 256)
-"""Operations that the second run examines, and the third.  Most operations after the first inf only propagate it, so
-the second run suffices unless a model has many infinities on purpose."""
 
 
 def find_overflow(
@@ -34,9 +30,9 @@ def find_overflow(
 ) -> OverflowReport:
     """Finds the operation that produces the first inf or NaN of a training step.  Leaves all state as it was.
 
-    Runs the step once if all is finite, otherwise two to four times; each run is one program of the lazy device.  The
-    first finds operations with nonfinite results, forward, backward and update; the next examine their operands, and
-    where an inf became finite, if the results are finite.  Each run is undone: tensors that operations wrote to,
+    Runs the step once if all is finite, otherwise twice; each run is one program of the lazy device.  The first finds
+    operations with nonfinite results, forward, backward and update; the second examines their operands.  What autocast
+    casts for an operation has the name of that.  Each run is undone: tensors that operations wrote to,
     `.grad`, random generators, and the attributes of modules, optimizers, schedulers and scalers that `step` reaches
     through its arguments, its closure, the globals that it names, or the object whose method it is.
 
@@ -85,44 +81,35 @@ def find_overflow(
 
 def _find(run: Callable[[], Any], found: list[Any]) -> OverflowReport:
     scale = _scale(found)
-    progress.tell("looking at the results of every operation", 1, 3)
-    watch = NonfiniteResults()
+    progress.tell("looking at what every operation reads and makes", 1, 2)
+    watch = Magnitudes()
     with restored(found), _gradients(_parameters(found), watch) as gradients, watch:
         returned = run()
         given_back = [watch.magnitude(leaf) for leaf in map(_as_tensor, tree_leaves(returned)) if is_floating(leaf)]
     if not watch.count:
         raise StepError(_NO_OPERATIONS)
-    suspects, others = watch.read([*gradients.values(), *given_back])
-    is_bad = [value - value != 0 for value in others]
-    producers: list[Producer] = []
-    passed_on: list[Producer] = []
-    for number, most in enumerate(_SUSPECTS, 2):
-        if producers or not suspects:
-            break
-        progress.tell("looking at the operands of those with an inf or NaN", number, 3)
-        chosen, suspects = suspects[:most], suspects[most:]
-        inputs = OperandStatistics(dict(chosen))
-        with restored(found), inputs:
+    computed, is_bad = watch.read([*gradients.values(), *given_back])
+    made = [each for each in computed if each.produced]
+    # Without gradient and result, any operation may be what the step is for.
+    passed_on = [each for each in computed if each.made] if any(is_bad) or not is_bad else []
+    producers: tuple[Producer, ...] = ()
+    if wanted := made[:MOST] or passed_on[:1]:
+        progress.tell("looking at the operands of those that made an inf or NaN", 2, 2)
+        operands = Operands(wanted)
+        with restored(found), operands:
             run()
-        if inputs.diverged or inputs.count != watch.count:
-            raise StepError(_DIVERGED.format(watch.count, inputs.count))
-        producers, given = inputs.producers()
-        passed_on += given
-    became_finite = None
-    if producers and is_bad and not any(is_bad):
-        ends = FiniteResults(producers[0].place)
-        with restored(found), ends:
-            run()
-        became_finite = ends.found()
-    reaches = any(is_bad) or not is_bad  # without gradient and result, any operation may be what the step is for
+        producers = operands.producers()
+        if operands.count != watch.count or len(producers) != len(wanted):
+            raise StepError(_DIVERGED.format(watch.count, operands.count))
+    ends = (each.place for each in computed if made and each.number > made[0].number and each.ended)
     names = [*gradients, *(f"result {number}" for number in range(len(given_back)))]
     bad = [name for name, each in zip(names, is_bad, strict=True) if each]
     return OverflowReport(
-        producers=tuple(producers[:MOST]),
-        passed_on=passed_on[0] if passed_on and reaches and not producers else None,
+        producers=producers if made else (),
+        passed_on=producers[0] if producers and not made else None,
         nonfinite_gradients=tuple(name for name in bad if name in gradients),
         results=tuple(name for name in bad if name not in gradients),
-        became_finite=became_finite,
+        became_finite=next(ends, None) if is_bad and not bad else None,
         not_watched=() if is_bad else ("what the step is for: it returns no number and reaches no parameter",),
         scale=scale,
         operations=watch.count,
@@ -149,9 +136,7 @@ _DIVERGED = (
 
 
 @contextlib.contextmanager
-def _gradients(
-    parameters: Mapping[str, torch.nn.Parameter], watch: NonfiniteResults
-) -> Iterator[dict[str, torch.Tensor]]:
+def _gradients(parameters: Mapping[str, torch.nn.Parameter], watch: Magnitudes) -> Iterator[dict[str, torch.Tensor]]:
     """Collects the largest magnitude of each parameter's gradient, after its last accumulation."""
     found: dict[str, torch.Tensor] = {}
 

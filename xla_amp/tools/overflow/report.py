@@ -77,17 +77,21 @@ class Producer:
         return items
 
 
-def produced(made: str, operands: Sequence[ProducerOperand], *, written: str = "") -> bool:
+def produced(made: str, operands: Sequence[ProducerOperand] = (), *, given: str = "", written: str = "") -> bool:
     """Whether an operation made its inf or NaN itself, neither given by its operands nor written by the program.
 
     Args:
         made: ``inf`` or ``nan``.
-        operands: its operands.
+        operands: its operands, or
+        given: what of them is not finite, where that is known.
         written: what the operation's own numbers are, if not finite: the ``nan`` of a constant, the ``inf`` of a mask's
             fill.  A NaN that is computed from an infinity is made.
     """
-    given = any(operand.nans or (made == "inf" and operand.infinities) for operand in operands)
-    return not given and written != "nan" and (made == "nan" or not written)
+    has_nan, has_inf = (
+        given == "nan" or any(o.nans for o in operands),
+        given == "inf" or any(o.infinities for o in operands),
+    )
+    return not (has_nan or (made == "inf" and has_inf)) and written != "nan" and (made == "nan" or not written)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
