@@ -240,3 +240,15 @@ def test_a_mutable_array_is_looked_into():
         return cell[...]
 
     assert find_overflow(step, jnp.ones(4)).first.place.operation == "div"
+
+
+def test_a_second_search_compiles_no_operation_again():
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if name.endswith("backend_compile_duration") else None
+    )
+    step = jax.jit(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ x))))
+    assert find_overflow(step, jnp.ones((3, 3))).first is None
+    before = len(compiled)
+    assert find_overflow(step, jnp.ones((3, 3))).operations
+    assert len(compiled) == before > 0

@@ -285,6 +285,11 @@ def retraced() -> Any:
     return _retracing(object())
 
 
+def not_retraced() -> Any:
+    """A context inside of `retraced` in which compiled operations are those outside of it."""
+    return _retracing(None)
+
+
 def is_eager(trace: Any) -> bool:
     """Whether `trace` evaluates primitives immediately."""
     return isinstance(trace, _EvalTrace)

@@ -112,7 +112,7 @@ class _WatchTrace(compat.Trace):
         return self.parent.stage_value(value)
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        with compat.set_current_trace(self.parent), self.watch.at(compat.running()):
+        with compat.set_current_trace(self.parent), compat.not_retraced(), self.watch.at(compat.running()):
             outs = self.watch.evaluate(primitive, list(tracers), params)
         return outs if primitive.multiple_results else outs[0]
 
