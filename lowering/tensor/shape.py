@@ -87,25 +87,13 @@ def triu(x: jax.Array, diagonal: Any = 0) -> jax.Array:
     return jnp.where(_column_less_row(x) >= _diagonal(x, diagonal), x, jnp.zeros((), x.dtype))
 
 
-def _set_diagonal(x: jax.Array, diagonal: jax.Array, offset: int, dim1: int, dim2: int) -> jax.Array:
-    """`x` with its diagonal replaced by `diagonal`, whose last axis runs along it."""
-    y = jnp.moveaxis(x, (dim1, dim2), (-2, -1))
-    start = (max(-offset, 0), max(offset, 0))
-    index = lax.iota(jnp.int32, diagonal.shape[-1])
-    y = y.at[..., index + start[0], index + start[1]].set(diagonal)
-    return jnp.moveaxis(y, (-2, -1), (dim1, dim2))
-
-
-@register("diagonal_backward")
-def diagonal_backward(grad: jax.Array, input_sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> jax.Array:
-    """The gradient on a diagonal, zeros beside it."""
-    return _set_diagonal(jnp.zeros(tuple(input_sizes), grad.dtype), grad, offset, dim1, dim2)
-
-
 @register("diagonal_scatter")
 def diagonal_scatter(x: jax.Array, source: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> jax.Array:
-    """`x` with a diagonal replaced."""
-    return _set_diagonal(x, as_dtype(source, x.dtype), offset, dim1, dim2)
+    """`x` with a diagonal replaced by `source`, whose last axis runs along it."""
+    y = jnp.moveaxis(x, (dim1, dim2), (-2, -1))
+    index = lax.iota(jnp.int32, source.shape[-1])
+    y = y.at[..., index + max(-offset, 0), index + max(offset, 0)].set(as_dtype(source, x.dtype))
+    return jnp.moveaxis(y, (-2, -1), (dim1, dim2))
 
 
 # -- writing slices.  How many elements there are is known from the source: only the first index is data --------------
@@ -177,26 +165,7 @@ def as_strided_scatter(
     return strided.write(x, as_dtype(source, x.dtype), size, stride, storage_offset or 0)
 
 
-# -- sliding windows: the backward is the transpose of the linear map that takes the windows --------------------------
-
-
-def _unfold(x: jax.Array, axis: int, size: int, step: int) -> jax.Array:
-    windows = (x.shape[axis] - size) // step + 1
-    span = (windows - 1) * step + 1
-    taps = [lax.slice_in_dim(x, i, i + span, step, axis) for i in range(size)]
-    return jnp.stack(taps, axis=-1)
-
-
-@register("unfold_backward")
-def unfold_backward(grad: jax.Array, input_sizes: Sequence[int], dim: int, size: int, step: int) -> jax.Array:
-    """Gradients of overlapping windows (last axis) summed where they overlap; halves in float32."""
-    grad = up(grad)
-    if not input_sizes:  # a 0-d tensor has one window, or none
-        return jnp.sum(grad)
-    x = jax.ShapeDtypeStruct(tuple(input_sizes), grad.dtype)
-    transposed = jax.linear_transpose(lambda y: _unfold(y, dim % len(input_sizes), size, step), x)
-    result: jax.Array = transposed(grad)[0]
-    return result
+# -- blocks of images; columns come back by the transpose of the linear map that takes them ---------------------------
 
 
 def _columns(

@@ -23,9 +23,6 @@ PROGRESSIONS = [
     *(row("arange.start_step", "f", lambda d, a=a: a) for a in ((10, 1, -3), (0.0, 1.0, 0.1))),
     row("range", "f", lambda d: (1, 4)),
     row("range.step", "f", lambda d: (0.0, 1.0, 0.25)),
-    *(row("linspace", "f", lambda d, n=n: (-3, 2, n)) for n in (0, 1, 2)),
-    *(row("linspace", "f", lambda d, n=n: (0, 10, n), dtype=torch.int64) for n in (4, 5)),
-    row("linspace.Scalar_Tensor", "f", lambda d: (1.0, torch.tensor(2.0), 5)),
 ]
 
 WINDOWS = [

@@ -48,15 +48,6 @@ def image(dtype: torch.dtype) -> torch.Tensor:
 
 
 WINDOWS = [
-    *(
-        row(
-            "unfold_backward",
-            "fb",
-            lambda d, a=a: (block(d).unfold(*a).contiguous(), [3, 4, 5], *a),
-            wide=True,
-        )
-        for a in ((1, 3, 1), (2, 2, 2))
-    ),
     *(row("col2im", "b", lambda d, a=a: (aten.im2col(image(d), *a), [6, 7], *a), wide=True) for a in UNROLLED),
     row("col2im", "f", lambda d: (aten.im2col(image(d)[0], *UNROLLED[1]), [6, 7], *UNROLLED[1])),
 ]
