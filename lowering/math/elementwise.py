@@ -42,16 +42,6 @@ def _digamma(x: jax.Array) -> jax.Array:
     return jnp.where(x == 0, jnp.copysign(np.asarray(np.inf, x.dtype), -x), special.digamma(x))
 
 
-def _sinc(x: jax.Array) -> jax.Array:
-    """1 at 0 is a constant, not the ``0 * x + 1`` of `jnp.sinc`; torch differentiates it by a separate operation.
-
-    The angle is what must not be 0: where a product flushes a subnormal number to 0, a comparison need not.
-    """
-    angle = jnp.pi * x
-    safe = jnp.where(angle == 0, 1, angle)
-    return jnp.where(angle == 0, 1, jnp.sin(safe) / safe)
-
-
 def _sign(x: jax.Array) -> jax.Array:
     if x.dtype.kind == "c":
         return jnp.sign(x)
@@ -85,7 +75,6 @@ FLOAT: dict[str, Unary] = {
     "rsqrt": lax.rsqrt,
     "sigmoid": jax.nn.sigmoid,
     "sin": jnp.sin,
-    "sinc": _sinc,
     "sinh": jnp.sinh,
     "special_i0e": special.i0e,
     "special_i1": special.i1,

@@ -124,7 +124,11 @@ def histc(x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Arra
 # -- moments: two passes in opmath; inf or NaN if the correction is not below the number of elements ------------------
 
 
-def _moments(x: jax.Array, dim: Dim, correction: Any, keepdim: bool) -> tuple[jax.Array, jax.Array]:
+@register("var_mean.correction", static=("correction",))
+def var_mean(
+    x: jax.Array, dim: Dim = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Variance and mean."""
     axis, x = axes(dim, x.ndim), up(x)
     center = jnp.mean(x, axis=axis, keepdims=True)
     count = math.prod(x.shape[a] for a in axis)
@@ -136,30 +140,7 @@ def _moments(x: jax.Array, dim: Dim, correction: Any, keepdim: bool) -> tuple[ja
 @register("var.correction", static=("correction",))
 def var(x: jax.Array, dim: Dim = None, *, correction: Any = None, keepdim: bool = False) -> jax.Array:
     """Variance with divisor ``count - correction`` (1 by default)."""
-    return _moments(x, dim, correction, keepdim)[0]
-
-
-@register("std.correction", static=("correction",))
-def std(x: jax.Array, dim: Dim = None, *, correction: Any = None, keepdim: bool = False) -> jax.Array:
-    """Square root of `var`."""
-    return jnp.sqrt(_moments(x, dim, correction, keepdim)[0])
-
-
-@register("var_mean.correction", static=("correction",))
-def var_mean(
-    x: jax.Array, dim: Dim = None, *, correction: Any = None, keepdim: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Variance and mean."""
-    return _moments(x, dim, correction, keepdim)
-
-
-@register("std_mean.correction", static=("correction",))
-def std_mean(
-    x: jax.Array, dim: Dim = None, *, correction: Any = None, keepdim: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Standard deviation and mean."""
-    variance, center = _moments(x, dim, correction, keepdim)
-    return jnp.sqrt(variance), center
+    return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
@@ -194,12 +175,6 @@ def linalg_vector_norm(
     """The vector norm of order `ord`, computed in `dtype` if given."""
     x = x if dtype is None else as_dtype(x, dtype)
     return vector_norm(up(x), ord, axes(dim, x.ndim), keepdim)
-
-
-@register("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype", static=("p",))
-def norm(x: jax.Array, p: Any = 2, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
-    """torch's older name for the vector norm; no `p` means 2."""
-    return linalg_vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
 
 @register("logsumexp")
