@@ -89,7 +89,6 @@ MODULES = (
     "xla_amp.integrations.torchmetrics",
     "xla_amp.integrations.trainer_monitor",
     "xla_amp.tools.monitor.history",
-    "xla_amp.tools.monitor.sinks",
 )
 """Modules that are documented as a whole."""
 

@@ -1,18 +1,15 @@
-"""Records of steps: what is bad, the page and the plot, and where records go."""
+"""Records of steps: what is bad, the page, and the numbers by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 
 import pages
 import pytest
 
-from xla_amp.errors import MissingLibraryError
 from xla_amp.tools.monitor.history import History, StepRecord
 from xla_amp.tools.monitor.host_monitor import is_bad
-from xla_amp.tools.monitor.sinks import TensorBoard, WandB, scalars
 
 GOOD = StepRecord(step=1, loss=1.0, loss_scale=2.0, gradient_norm=1.0)
 
@@ -76,36 +73,8 @@ def test_the_text_and_the_page_name_bad_steps_and_layers(history):
     assert str(History([])) == "no step has been read yet"
 
 
-def test_the_plot_has_bad_steps_in_red(history, tmp_path, monkeypatch):
-    figure = history.plot()
-    figure.savefig(tmp_path / "run.png")
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "gradient norm", "loss scale"]
-    for axes in figure.axes:
-        course, bad = axes.lines
-        assert list(course.get_xdata()) == list(range(100, 110))
-        assert (list(bad.get_xdata()), bad.get_color()) == ([108, 108], "red")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingLibraryError, match="pip install matplotlib"):
-        history.plot()
-
-
-def test_scalars_by_name_go_to_tensorboard_and_wandb(history):
-    written = []
-
-    class Writer:
-        def add_scalar(self, name, value, step):
-            written.append((step, name, value))
-
-        def log(self, numbers, step):
-            written.extend((step, name, value) for name, value in numbers.items())
-
+def test_scalars_by_name(history):
     expected = {"loss": math.inf, "gradient_norm": 0.5, "loss_scale": 65536.0, "skipped": 1.0}
-    expected |= {"nonfinite_parameters": 4.0, "largest/h.0": math.inf}
-    assert scalars(history.steps[8]) == expected
-    assert "largest/model" in scalars(history.steps[0])
-    assert set(scalars(StepRecord(step=0))) == {"skipped", "nonfinite_parameters"}
-    for sink in (TensorBoard(Writer()), WandB(Writer())):
-        sink(history.steps[8])
-        assert written == [(108, name, value) for name, value in expected.items()]
-        written.clear()
+    assert history.steps[8].scalars() == expected | {"nonfinite_parameters": 4.0, "largest/h.0": math.inf}
+    assert "largest/model" in history.steps[0].scalars()
+    assert set(StepRecord(step=0).scalars()) == {"skipped", "nonfinite_parameters"}

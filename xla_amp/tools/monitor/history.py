@@ -1,4 +1,4 @@
-"""Records of training steps, their page and their plot; free of torch and JAX."""
+"""Records of training steps, and their page; free of torch and JAX."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from xla_amp.common.tables import Table
-from xla_amp.errors import MissingLibraryError
 from xla_amp.tools.explain.page import Page, Report, Section, curve
 
 COURSES: Final = ("loss", "gradient_norm", "loss_scale")
-"""Numbers of a step that page and plot draw over the steps."""
+"""Numbers of a step that the page draws over the steps."""
 _MOST: Final = 8
 """Bad steps that the report begins with."""
 
@@ -56,6 +55,12 @@ class StepRecord:
             largest=of("largest/"),
         )
 
+    def scalars(self) -> dict[str, float]:
+        """The numbers by name, for TensorBoard and its like: ``loss``, ``skipped``, ``largest/h.0.attn``, ..."""
+        found = {name: value for name in COURSES if (value := getattr(self, name)) is not None}
+        found |= {"skipped": float(self.skipped), "nonfinite_parameters": float(len(self.nonfinite))}
+        return found | {f"largest/{layer or 'model'}": value for layer, value in self.largest.items()}
+
     def what(self) -> str:
         """What is not finite in the step, and where."""
         parts = []
@@ -79,29 +84,6 @@ class History(Report):
     def of(self, name: str) -> list[Any]:
         """One field of `StepRecord` over the steps."""
         return [getattr(record, name) for record in self.steps]
-
-    def plot(self) -> Any:
-        """Draws loss, gradient norm and loss scale over the steps, bad steps in red.
-
-        Returns:
-            A ``matplotlib.figure.Figure``: ``savefig("run.png")`` writes it.
-
-        Raises:
-            MissingLibraryError: matplotlib is not installed.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise MissingLibraryError("history.plot(): matplotlib is not installed: pip install matplotlib") from None
-        courses = self._courses()
-        figure = Figure(figsize=(8, 2 * max(len(courses), 1)), layout="constrained")
-        for number, (name, values) in enumerate(courses.items(), 1):
-            axes = figure.add_subplot(len(courses), 1, number, xlabel="step", ylabel=name)
-            axes.plot(self.of("step"), [math.nan if value is None else value for value in values], linewidth=1)
-            for record in self.steps:
-                if record.bad:
-                    axes.axvline(record.step, color="red", linewidth=1)
-        return figure
 
     def _courses(self) -> dict[str, list[float | None]]:
         """Numbers over the steps that are known."""
