@@ -13,7 +13,6 @@ from xla_amp.common import events, units
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.precision_report import PrecisionReport, summarize
 from xla_amp.jax import primitives
-from xla_amp.policy import BUILTIN, load
 from xla_amp.policy.op_catalog import is_contraction
 from xla_amp.tools.explain import operations
 from xla_amp.tools.explain.page import Page, Report
@@ -135,14 +134,6 @@ def _operation(entry: DecisionRecord) -> operations.Operation:
             low=bool(computes) and all(map(units.is_low, computes)),
             product=product,
             ruled=entry.cast.startswith("fp32") or any(map(units.is_low, entry.given)),
-            risky=_is_risky(entry),
+            risky=entry.cast == "low" and operations.overrides(entry, entry.operation),
         ),
     )
-
-
-def _is_risky(entry: DecisionRecord) -> bool:
-    """Whether a rule of the user's made an operation low that the built-in policy keeps in float32."""
-    if entry.layer == "builtin" or entry.cast != "low":
-        return False
-    built_in = load(entry.policy if entry.policy in BUILTIN else "tpu")
-    return built_in.decision(entry.operation).cast in ("fp32", "fp32_inside", "fp32_out", "fp32_append")

@@ -10,6 +10,7 @@ from typing import Final, Literal, TypeAlias
 from xla_amp.common import costs, units
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.tables import Cell, Table
+from xla_amp.policy import BUILTIN, load
 from xla_amp.tools.explain import paths
 from xla_amp.tools.explain.page import Section
 
@@ -133,6 +134,13 @@ def verdict(*, floating: bool, cast: bool, low: bool, product: bool, ruled: bool
     if product:
         return "could"
     return "wide" if ruled else "same"
+
+
+def overrides(record: DecisionRecord, aten: str) -> bool:
+    """Whether the user has a rule for `aten`, an operation that the built-in rules keep in float32."""
+    if record.layer == "builtin" or not aten:
+        return False
+    return load(record.policy if record.policy in BUILTIN else "tpu").decision(aten).cast.startswith("fp32")
 
 
 def findings(operations: Sequence[Operation], *, most: int = 5) -> tuple[Section, ...]:

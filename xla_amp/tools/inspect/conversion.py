@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from xla_amp.common import units
-from xla_amp.policy import load
 from xla_amp.stablehlo import locations
 from xla_amp.stablehlo.passes.report import ConversionReport, OperationDecision
 from xla_amp.tools.explain import operations
@@ -37,11 +36,6 @@ def _operation(each: OperationDecision) -> Operation:
             low=low,
             product=product,
             ruled=each.colour in ("deny", "widest"),
-            risky=low and each.layer != "builtin" and _built_in(each.aten),
+            risky=operations.overrides(each, each.aten),
         ),
     )
-
-
-def _built_in(aten: str) -> bool:
-    """Whether the built-in rules keep an ATen operation in float32."""
-    return bool(aten) and load("tpu").decision(aten).cast in ("fp32", "fp32_inside", "fp32_out", "fp32_append")
