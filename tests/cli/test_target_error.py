@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 
 import jax
+import jax.numpy as jnp
 import module_runs
 import numpy as np
 import pytest
+from jax import lax
 
-from xla_amp.cli import target_error
 from xla_amp.common import units
-from xla_amp.errors import RuleWarning
-from xla_amp.stablehlo import io
-from xla_amp.stablehlo.passes.autocast import settings
+from xla_amp.errors import RuleWarning, TargetError
+from xla_amp.stablehlo import autocast, io
 from xla_amp.tools.inspect import conversion
 
 RNG = np.random.default_rng(0)
@@ -69,7 +70,7 @@ def test_a_target_error_is_met_with_a_product_left_low(run, tmp_path, samples):
     assert error_of(tmp_path / "low.mlir", X, W) < 1e-2
     rows = [row for row in json.loads(out)["operations"] if row["operation"] == "dot_general"]
     assert sorted(row["after"] for row in rows) == ["bfloat16", "float32", "float32"]
-    assert all(row["why"].startswith("target error: with nothing else in bfloat16") for row in rows if row["after"] == "float32")  # fmt: skip # noqa: E501
+    assert all(row["why"].startswith("sample inputs: with nothing else in bfloat16") for row in rows if row["after"] == "float32")  # fmt: skip # noqa: E501
     if len(samples) == 2:
         assert error_of(tmp_path / "low.mlir", X[::-1], W) < 1e-2
 
@@ -89,75 +90,132 @@ def test_a_target_that_only_float32_meets_converts_nothing(run):
     assert " low " not in out.partition("\nDecisions\n")[2]  # no rule's cast beside a product that it did not reach
 
 
-def test_a_program_that_xla_cannot_run_is_converted_all_the_same(run, tmp_path):
+def test_a_program_that_xla_cannot_run_is_refused_with_its_call(run, tmp_path):
     kind = "tensor<16x16xf32>"
     (tmp_path / "sub.mlir").write_text(f"""func.func @main(%x: {kind}, %w: {kind}) -> {kind} {{
       %y = stablehlo.custom_call @mine(%x, %w) : ({kind}, {kind}) -> {kind}
       return %y : {kind} }}""")
     status, _, err = run("--inputs", "s.npz")
-    assert status == 0
-    assert err.startswith("xla-amp: warning: the achieved error was not measured: ")
-    assert (tmp_path / "low.mlir").exists()
+    assert status == 1
+    assert "mine" in err
+    assert not (tmp_path / "low.mlir").exists()
 
 
 def test_a_target_error_needs_inputs(run):
     assert run("--target-error", "0.1") == (2, "", "xla-amp: --target-error needs --inputs\n")
 
 
-def test_smaller_targets_keep_more_of_a_chain_without_a_cliff():
-    program = io.read(jax.jit(chain).lower(X, *LAYERS).as_text().encode())
-    policy, low = settings(None, None, {"dot_general": "low"})
-    kept = []
+def lowered(function, *arguments):
+    return io.read(jax.jit(function).lower(*arguments).as_text().encode())
+
+
+def kept(converted) -> list[str]:
+    return [each.operation for each in converted.report.operations if each.why.startswith("sample inputs")]
+
+
+def test_smaller_errors_keep_more_of_a_chain_without_a_cliff():
+    program, found = lowered(chain, X, *LAYERS), []
     for share in (1.1, 0.8, 0.5):
-        if not kept:
-            whole = target_error.convert_within(program, policy, low, [(X, *LAYERS)], 1.0).achieved.error
-        found = target_error.convert_within(program, policy, low, [(X, *LAYERS)], share * whole)
-        assert found.found.met
-        kept.append(
-            sum(each.after == "float32" and each.flops is not None for each in found.converted.report.operations)
-        )
-    assert kept[0] == 0 < kept[1] < kept[2] < len(LAYERS)
+        if not found:
+            whole = autocast(program, sample_inputs=(X, *LAYERS)).achieved.error
+        converted = autocast(program, sample_inputs=(X, *LAYERS), max_error=share * whole)
+        assert converted.achieved.error <= share * whole
+        found.append(len(kept(converted)))
+    assert found[0] == 0 < found[1] < found[2] < len(LAYERS)
 
 
 def test_a_rule_without_effect_is_told():
-    program = io.read(jax.jit(chain).lower(X, *LAYERS[:1]).as_text().encode())
     with pytest.warns(RuleWarning, match="tanh"):
-        target_error.convert_within(program, *settings(None, None, {"tanh": "fp32"}), [(X, LAYERS[0])], 0.1)
+        autocast(lowered(chain, X, LAYERS[0]), rules={"tanh": "fp32"}, sample_inputs=(X, LAYERS[0]), max_error=0.1)
+
+
+def test_an_error_that_no_plan_keeps_or_that_nothing_measures_is_refused():
+    program = lowered(chain, X, LAYERS[0])
+    with pytest.raises(TargetError, match=r"max_error=0.1.*sample_inputs"):
+        autocast(program, max_error=0.1)
+    with pytest.raises(TargetError, match=r"max_error=0.1.*the achieved error is inf"):
+        autocast(program, sample_inputs=(math.nan * X, LAYERS[0]), max_error=0.1)
 
 
 def test_a_result_that_is_zero_but_for_rounding_is_not_judged():
     def step(x, w, b):  # the mean of `y` is zero, so the gradient of a bias before the norm is, too
         def loss(b):
             y = x @ w + b
-            return jax.numpy.mean((y - y.mean(0)) ** 2)
+            return jnp.mean((y - y.mean(0)) ** 2)
 
         return jax.value_and_grad(loss)(b)
 
-    program = io.read(jax.jit(step).lower(X, W, W[0]).as_text().encode())
-    found = target_error.convert_within(program, *settings(None, None, {"dot_general": "low"}), [(X, W, W[0])], 1e-2)
-    assert found.found.met
+    found = autocast(lowered(step, X, W, W[0]), sample_inputs=(X, W, W[0]), max_error=1e-2)
     assert found.achieved.not_judged == ("result[1]",)
     assert 0 < found.achieved.error < 1e-2
     assert found.achieved.rounding < 1e-5
-    assert len(found.found.plan) == 1
+    assert not kept(found)
 
 
 def test_the_last_quarter_of_the_samples_only_checks():
-    program = io.read(jax.jit(chain).lower(X, *LAYERS).as_text().encode())
-    samples = [(RNG.standard_normal((16, 16)).astype(np.float32), *LAYERS) for _ in range(4)]
-    found = target_error.convert_within(program, *settings(None, None, {"dot_general": "low"}), samples, 1.0)
-    assert found.found.held_out["results"] == found.achieved.samples[-1][0]
+    program = lowered(chain, X, *LAYERS)
+    samples = [(RNG.standard_normal((16, 16)).astype(np.float32), *LAYERS) for _ in range(3)]
+    errors = [autocast(program, sample_inputs=each).achieved.error for each in samples]
+    worst = (1.5 * np.ones((16, 16), np.float32), *(np.abs(each) for each in LAYERS))  # of one sign: nothing cancels
+    found = autocast(program, sample_inputs=[*samples, worst], max_error=1.01 * max(errors))
+    assert [error for error, _ in found.achieved.samples[:3]] == errors
+    assert found.achieved.samples[3][0] < max(errors)
 
 
 def test_a_program_with_a_symbolic_batch_has_products():
     (batch,) = jax.export.symbolic_shape("b")
-    exported = jax.export.export(jax.jit(lambda x: jax.numpy.tanh(x @ W) @ W))
+    exported = jax.export.export(jax.jit(lambda x: jnp.tanh(x @ W) @ W))
     program = io.read(bytes(exported(jax.ShapeDtypeStruct((batch, 16), np.float32)).serialize()))
     samples = [(RNG.standard_normal((rows, 16)).astype(np.float32),) for rows in (4, 8, 4, 6)]
-    found = target_error.convert_within(program, *settings(None, None, None), samples, 1e-6)
-    assert not found.found.plan
-    assert found.found.met == (found.achieved.rounding < 1e-6)
-    (could, *_) = conversion.page(found.converted.report).sections
+    found = autocast(program, sample_inputs=samples, max_error=1e-5)
+    (could, *_) = conversion.page(found.report).sections
     assert could.text == "2 of 2 products and convolutions"
-    whys = [each.why for each in found.converted.report.operations if each.product]
-    assert [why.partition(" the results")[0] for why in whys] == ["target error: with nothing else in bfloat16"] * 2
+    whys = [each.why for each in found.report.operations if each.product]
+    assert [why.partition(" the results")[0] for why in whys] == ["sample inputs: with nothing else in bfloat16"] * 2
+
+
+# Without an error: what is finite stays finite.  2**14 times a tanh is in the range of float16 (65504), eight
+# times as much is not.
+
+
+def plain(x):
+    return (jnp.tanh(x @ W) * 2.0**14 * x[:1, :1]) @ W * 2.0**-14
+
+
+def in_a_loop(x):
+    return lax.fori_loop(0, 2, lambda _, h: h.at[0, 0].set(x[0, 0]) + plain(h), x)
+
+
+def in_a_function(x):
+    inner = jax.jit(plain)
+    return inner(x) + inner(2 * x)
+
+
+def in_a_branch(x):
+    return lax.cond(x[0, 0] > -1e9, plain, lambda x: x @ W, x)
+
+
+@pytest.mark.parametrize("function", [plain, in_a_loop, in_a_function, in_a_branch], ids=lambda each: each.__name__)
+def test_what_overflows_stays_wherever_it_is(function):
+    quiet, loud = (X.copy() for _ in range(2))
+    quiet[0, 0], loud[0, 0] = 0.5, 8.0
+    program = lowered(function, X)
+    assert kept(autocast(program, dtype="float16", sample_inputs=(quiet,))) == []
+    for samples in ((loud,), [(quiet,), (loud,)]):  # the worst of several samples counts
+        converted = autocast(program, dtype="float16", sample_inputs=samples)
+        assert set(kept(converted)) == {"dot_general"}
+        assert converted.achieved.error < 0.01
+    assert kept(autocast(program, sample_inputs=(loud,))) == []  # the range of bfloat16 is that of float32
+
+
+def test_what_overflows_between_two_products_costs_one_of_them():
+    def overflowing(x, *layers):
+        for number, layer in enumerate(layers):
+            x = x @ layer
+            if number == 4:
+                x = jnp.maximum(x * 2.0**15, x) * 2.0**-13
+        return x
+
+    converted = autocast(lowered(overflowing, X, *LAYERS), dtype="float16", sample_inputs=(X, *LAYERS))
+    assert len(kept(converted)) == 1
+    assert converted.achieved.error < 0.01

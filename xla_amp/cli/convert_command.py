@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from xla_amp.cli import arguments as common
 from xla_amp.common.types import CASTS, LowDtype
-from xla_amp.errors import FileError, ModuleError, PolicyError, RuleWarning, TargetError
+from xla_amp.errors import FileError, PolicyError, RuleWarning, TargetError
 from xla_amp.policy import BUILTIN
 
 if TYPE_CHECKING:
-    from xla_amp.cli.target_error import Achieved
     from xla_amp.stablehlo.passes.autocast import Converted
+    from xla_amp.stablehlo.passes.report import Achieved
     from xla_amp.stablehlo.program import Format, Program
     from xla_amp.tools.explain.page import Page
     from xla_amp.tools.inspect.module_tables import States
@@ -59,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser,
         {
             "xla-amp convert step.mlir -o low.mlirbc --policy tpu --rule tanh=fp32": "with a rule on top of the policy",
-            "xla-amp convert step.mlir -o low.mlir --inputs samples.npz": "what overflows on the samples stays float32",
+            "xla-amp convert step.mlir -o low.mlir --inputs samples.npz": "finite on the samples, with the error",
             "xla-amp convert step.mlir -o low.mlir --inputs samples.npz --target-error 1e-2": "within 1 %",
             "cat step.mlir | xla-amp convert - -o - --quiet > low.mlir": "in a pipe",
         },
@@ -96,7 +96,7 @@ def _sample_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=Path,
         metavar="NPZ",
-        help="sample inputs: operations that overflow or lose too much on them stay float32; may be repeated",
+        help="sample inputs: products stay in float32 until the results on them are finite; may be repeated",
     )
     parser.add_argument(
         "--target-error",
@@ -141,19 +141,12 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     given = [samples.fitted(samples.read_samples(path), program.module, str(path)) for path in arguments.inputs]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuleWarning)
-        try:
-            converted, achieved = _convert(arguments, program, given)
-        except PolicyError as error:
-            raise PolicyError(str(error).replace("autocast(rules=...), ", "--rule ")) from None
+        converted = _convert(arguments, program, given)
     for each in caught:
         sys.stderr.write(f"xla-amp: warning: {each.message}\n")
-    if achieved is not None and arguments.target_error is not None and achieved.error > arguments.target_error:
-        raise TargetError(
-            f"--target-error {arguments.target_error:g}: the achieved error is {achieved.error:.2g} "
-            f"({achieved.rounding:.2g} by one rounding of the samples); {arguments.output} is not written"
-        )
     states = {"before": inspection.inspect(program), "after": inspection.inspect(converted.program)}
     page = _page(arguments, converted, states, program, kind)
+    achieved = converted.achieved
     if achieved is not None:
         page = _with_error(page, arguments, achieved)
     written = None if arguments.report is None else page.html()
@@ -174,42 +167,25 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     return common.as_json(plain), 0
 
 
-def _convert(
-    arguments: argparse.Namespace, program: Program, given: list[list[Any]]
-) -> tuple[Converted, Achieved | None]:
-    from xla_amp.cli import target_error
+def _convert(arguments: argparse.Namespace, program: Program, given: list[list[Any]]) -> Converted:
     from xla_amp.stablehlo.passes import autocast
-    from xla_amp.tools.inspect import comparison
 
-    rules, samples = _rules(arguments.rules), [tuple(each) for each in given]
-    if arguments.target_error is not None:
-        policy, low = autocast.settings(arguments.policy, arguments.dtype, rules)
-        within = target_error.convert_within(
+    try:
+        return autocast.autocast(
             program,
-            policy,
-            low,
-            samples,
-            arguments.target_error,
+            policy=arguments.policy,
+            dtype=arguments.dtype,
+            rules=_rules(arguments.rules),
             keep_io=arguments.keep_io,
             strict=arguments.strict,
+            sample_inputs=[tuple(each) for each in given] or None,
+            max_error=arguments.target_error,
         )
-        return within.converted, within.achieved
-    converted = autocast.autocast(
-        program,
-        policy=arguments.policy,
-        dtype=arguments.dtype,
-        rules=rules,
-        keep_io=arguments.keep_io,
-        strict=arguments.strict,
-        sample_inputs=samples or None,
-    )
-    if not samples:
-        return converted, None
-    try:
-        return converted, target_error.Original(program, samples).measure(comparison.Runs(converted.module))
-    except ModuleError as error:
-        sys.stderr.write(f"xla-amp: warning: the achieved error was not measured: {error}\n")
-        return converted, None
+    except PolicyError as error:
+        raise PolicyError(str(error).replace("autocast(rules=...), ", "--rule ")) from None
+    except TargetError as error:
+        said = str(error).replace("autocast(max_error=", "--target-error ", 1).replace(")", "", 1)
+        raise TargetError(f"{said}; {arguments.output} is not written") from None
 
 
 def _with_error(page: Page, arguments: argparse.Namespace, achieved: Achieved) -> Page:

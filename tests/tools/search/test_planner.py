@@ -55,6 +55,16 @@ def small(seed: int, number: int = 7) -> Synthetic:
     return Synthetic({f"h.{index}": 10 ** draw.uniform(-5, -2) for index in range(number)})
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_what_overflows_only_beside_another_costs_one_of_them(seed: int):
+    program = small(seed, 20)
+    first, *_, last = sorted(program.sizes, key=program.sizes.get)  # the smallest would be given back last
+    program.pairs = {frozenset({first, last}): math.inf, frozenset({"h.8", "h.9"}): math.inf}
+    found = plan_search.search(program, budget={"loss": 1.0})
+    assert found.met
+    assert len(back(program, found)) <= 2
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_no_plan_keeps_fewer_in_float32(seed: int):
     """Errors add as squares, so the largest ones have to go; one fewer of them is over the budget."""

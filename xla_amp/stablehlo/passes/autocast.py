@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from xla_amp.common import progress
 from xla_amp.common.types import LOW_DTYPES, Cast, LowDtype
-from xla_amp.errors import ModuleError, UnsupportedDtypeError
+from xla_amp.errors import ModuleError, TargetError, UnsupportedDtypeError
 from xla_amp.policy import DEFAULT, PolicyLike, effects, resolve
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import io, ir
@@ -21,7 +22,7 @@ from xla_amp.stablehlo.passes.clone_functions import clone_per_call, merge_ident
 from xla_amp.stablehlo.passes.module_paths import ModulePaths, clone_per_path, has_names
 from xla_amp.stablehlo.passes.op_table import Classifier
 from xla_amp.stablehlo.passes.propagation import Propagation
-from xla_amp.stablehlo.passes.report import ConversionReport, decisions, emit_events
+from xla_amp.stablehlo.passes.report import Achieved, ConversionReport, decisions, emit_events
 from xla_amp.stablehlo.passes.rewriter import Rewriter, fold_casts
 from xla_amp.stablehlo.program import Program, artifact
 
@@ -35,6 +36,8 @@ class Converted:
     program: Program
     """The argument for `xla_amp.stablehlo.save`; a program from ``jax.export`` can be called from JAX again."""
     report: ConversionReport
+    achieved: Achieved | None = None
+    """The errors on sample inputs, where some were given."""
 
     @property
     def module(self) -> Any:
@@ -52,10 +55,6 @@ class Converted:
     def artifact(self, version: str | None = None) -> bytes:
         """Portable artifact, for the current and later versions of StableHLO, or for `version` and later."""
         return artifact(self.module, version)
-
-
-def _keep_none(_: CastNode) -> str:
-    return ""
 
 
 def autocast(
@@ -83,14 +82,15 @@ def autocast(
         rules: rules on top of the policy, ``{"tanh": "fp32"}``.
         keep_io: True keeps the dtypes of arguments and results.  False: float32 arguments that only low operations
             read become low, and so do results that are computed low.
-        sample_inputs: arguments of one call, or a list of such tuples: the module runs on them in float32, and
-            operations whose values overflow or lose too much in the low dtype stay float32.
-        max_error: with `sample_inputs`, the largest accepted error of one operation, relative to its largest result;
-            default 1/32.
+        sample_inputs: arguments of one call, or a list of such tuples: as few products as possible stay float32 so that
+            the results on them are finite wherever they were.
+        max_error: with `sample_inputs`, the largest accepted error of a result, too, relative to its norm, as of
+            `compare`; default any.
         strict: a rule of yours without an effect on the module is an error instead of a `RuleWarning`.
 
     Raises:
         ModuleError: the module cannot be read, or is not valid.
+        TargetError: not even the products in float32 bring the results within `max_error`.
         PolicyError: the policy cannot be loaded, or bans an operation; a rule of `rules` or of an override names an
             operation that StableHLO programs do not contain.
         UnsupportedDtypeError: the policy does not offer `dtype`.
@@ -103,18 +103,20 @@ def autocast(
     """
     effective, low = settings(policy, dtype, rules)
     program = as_program(module)
+    if sample_inputs is not None:
+        from xla_amp.tools.search import on_stablehlo
 
-    def keep(copied: ir.MlirModule, propagation: Propagation) -> Callable[[CastNode], str]:
-        if sample_inputs is None:
-            return _keep_none
-        from xla_amp.stablehlo.passes import calibration
-
-        return calibration.keep_reasons(copied, propagation, low, sample_inputs, max_error)
-
-    found = convert(program, effective, low, keep_io=keep_io, keep=keep)
-    warn_of_rules(program, effective, found, strict=strict)
-    emit_events(found.converted.report)
-    return found.converted
+        planned = on_stablehlo.Planned(program, effective, low, sample_inputs, keep_io=keep_io)
+        warn_of_rules(program, effective, planned.first, strict=strict)
+        converted = planned.within(max_error)
+    elif max_error is not None:
+        raise TargetError(f"autocast(max_error={max_error:g}): an error is measured on sample_inputs; pass some")
+    else:
+        found = convert(program, effective, low, keep_io=keep_io)
+        warn_of_rules(program, effective, found, strict=strict)
+        converted = found.converted
+    emit_events(converted.report)
+    return converted
 
 
 def warn_of_rules(program: Program, policy: Policy, found: Conversion, *, strict: bool) -> None:
@@ -144,11 +146,12 @@ def convert(
     low: LowDtype,
     *,
     keep_io: bool,
-    keep: Callable[[ir.MlirModule, Propagation], Callable[[CastNode], str]] | None = None,
+    keep: Mapping[int, str] = MappingProxyType({}),
+    look: Callable[[list[CastNode]], None] | None = None,
 ) -> Conversion:
     """Converts a copy of `program`.
 
-    `keep` gets the copy and what would run low, and returns for each node why it must stay float32, or empty.
+    `keep`: number of a node -> why it must stay float32.  `look` gets the nodes before the program is changed.
     """
     progress.tell("converting")
     copied = ir.copy(program.module)
@@ -166,10 +169,9 @@ def convert(
         copies = {**cloned, **clone_per_call(copied, classifier)}
         classifier.composites = composites.mark(copied, policy, paths, copies)
         graph = CastGraph(copied, classifier, _ELEMENTS[low])
-        propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=_keep_none)
-        reasons = _keep_none if keep is None else keep(copied, propagation)
-        if reasons is not _keep_none:
-            propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=reasons)
+        propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=keep)
+        if look is not None:
+            look(graph.nodes)
         decided = tuple(decisions(propagation, policy.name, low, copies, paths))
         acted = _effects(graph)
         rewriter = Rewriter(graph, propagation, array_dtype)

@@ -20,7 +20,7 @@ References: tensorflow/core/grappler/optimizers/auto_mixed_precision.cc; for pha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -65,7 +65,7 @@ class ConstantRange:
 class Propagation:
     """One propagation over a graph: sets `CastNode.low` and the reason, `CastNode.why`, of each node."""
 
-    def __init__(self, graph: CastGraph, low: np.dtype[Any], *, keep_io: bool, keep: Callable[[CastNode], str]) -> None:
+    def __init__(self, graph: CastGraph, low: np.dtype[Any], *, keep_io: bool, keep: Mapping[int, str]) -> None:
         self.graph = graph
         self.nodes, self.producer, self.users = graph.nodes, graph.producer, graph.users
         self.range = ConstantRange(low)
@@ -76,8 +76,8 @@ class Propagation:
         """Slots of `constant` whose elements are all one number -> its magnitude; 0 if it is not finite."""
         self.wide: set[int] = set()
         """Results that low contractions give in float32, and statistics of norms."""
-        for node in self.nodes:
-            node.low, node.keep_reason = False, ENDS_BY_FLOATS if node.in_loop else keep(node)
+        for number, node in enumerate(self.nodes):
+            node.keep_reason = ENDS_BY_FLOATS if node.in_loop else keep.get(number, "")
             if node.keep_reason:
                 node.why = node.keep_reason
             if node.inside:

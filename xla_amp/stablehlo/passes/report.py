@@ -53,6 +53,23 @@ class OperationDecision(DecisionRecord):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Achieved:
+    """The errors of a converted program on samples, each of the worst result, against the original."""
+
+    samples: tuple[tuple[float, str], ...]
+    """For each sample the error, and the name of the result."""
+    rounding: float
+    """What one rounding of the samples changes in the program as it was, the worst of the results and samples."""
+    not_judged: tuple[str, ...] = ()
+    """Results that are rounding errors in float32 already; they only count if they become infinite or NaN."""
+
+    @property
+    def error(self) -> float:
+        """The worst."""
+        return max(error for error, _ in self.samples)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ConversionReport:
     """Decisions in program order, and the casts that they needed; ``print(report)`` shows a table."""
 

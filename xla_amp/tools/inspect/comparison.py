@@ -194,7 +194,7 @@ class Runs:
 
     def __init__(self, module: ir.MlirModule) -> None:
         self._module = for_cpu(_for_one_device(module, "the program"))
-        self._options = sizes.quick_options(module)
+        self._options = {**sizes.quick_options(module), "xla_allow_excess_precision": False}
 
     def __call__(self, inputs: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
         """The results of one call."""
