@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xla_amp.backends.places import LocatingMode, Place
 from xla_amp.backends.step_state import written_tensors
 from xla_amp.backends.trees import tree_leaves
-from xla_amp.tools.overflow.report import Producer, ProducerOperand, produced
+from xla_amp.tools.overflow.report import Producer, ProducerOperand, produced, statistics
 
 UNINITIALIZED: Final = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
@@ -152,7 +152,7 @@ class Operands(TorchDispatchMode):
             Producer(
                 place=each.place,
                 made=each.made,
-                inputs=tuple(_operand(name, kind, shape, *next(values)) for name, kind, shape, _ in operands),
+                inputs=tuple(ProducerOperand.of(name, kind, shape, next(values)) for name, kind, shape, _ in operands),
                 result=dtype,
             )
             for each, dtype, operands in self._found
@@ -232,42 +232,8 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 @torch.no_grad()
 def _statistics(tensor: torch.Tensor) -> torch.Tensor:
-    """float64 (6): magnitudes, values, counts.
-
-    Smallest nonzero magnitude (inf: none) and largest one of the finite values; their least and greatest value (0 for
-    complex ones); number of inf, number of NaN.
-    """
-    size = tensor.detach().abs().reshape(-1)
-    signed = torch.zeros_like(size) if tensor.is_complex() else tensor.detach().reshape(-1)
-    finite = torch.isfinite(size)
-    limit = torch.full_like(size, float("inf"))
-    return torch.stack(
-        [
-            torch.where(finite & (size > 0), size, limit).amin(0).double(),
-            torch.where(finite, size, torch.zeros_like(size)).amax(0).double(),
-            torch.where(finite, signed, limit).amin(0).double(),
-            torch.where(finite, signed, -limit).amax(0).double(),
-            torch.isinf(size).sum().double(),
-            torch.isnan(size).sum().double(),
-        ]
-    )
-
-
-def _operand(
-    name: str, dtype: str, shape: tuple[int, ...], smallest: float, largest: float, least: float, greatest: float,
-    infinities: float, nans: float,
-) -> ProducerOperand:  # fmt: skip
-    return ProducerOperand(
-        name=name,
-        dtype=dtype,
-        shape=shape,
-        smallest=0.0 if smallest == float("inf") else smallest,
-        largest=largest,
-        least=least if math.isfinite(least) else 0.0,
-        greatest=greatest if math.isfinite(greatest) else 0.0,
-        infinities=int(infinities),
-        nans=int(nans),
-    )
+    """float64 (6): its `statistics`."""
+    return torch.stack([each.double() for each in statistics(torch, tensor.detach(), tensor.is_complex())])
 
 
 def _written(args: Any, kwargs: Any) -> str:

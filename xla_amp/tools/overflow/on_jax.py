@@ -23,7 +23,7 @@ from xla_amp.jax import compat, modules, rebind
 from xla_amp.jax.contraction_primitives import original_call
 from xla_amp.jax.primitives import info
 from xla_amp.tools.monitor import on_jax as kept_step
-from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer, ProducerOperand, produced
+from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer, ProducerOperand, produced, statistics
 
 _PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
 
@@ -177,7 +177,8 @@ class _Watch:
         read = [(f"operand {index}", value, self._parts(value)) for index, value in enumerate(operands)]
         inputs = tuple(_operand(name, np.shape(value), parts) for name, value, parts in read if parts)
         # A gather fills with a number of the program what is out of bounds; it computes nothing.
-        finds = produced(made, inputs, written=made if primitive.name == "gather" else "")
+        given = _made([part for *_, parts in read for part in parts])
+        finds = produced(made, given=given, written=made if primitive.name == "gather" else "")
         if not finds and self._passed_on is not None:
             return
         first, *others = self._parts(bad)
@@ -292,23 +293,9 @@ def _made(parts: Sequence[np.ndarray[Any, Any]]) -> str:
 
 def _operand(name: str, shape: tuple[int, ...], parts: Sequence[np.ndarray[Any, Any]]) -> ProducerOperand:
     dtype = parts[0].dtype
-    wide = np.complex128 if dtype.kind == "c" else np.float64
-    size = np.concatenate([np.abs(part.astype(wide)).reshape(-1) for part in parts])
-    finite = size[np.isfinite(size)]
-    nonzero = finite[finite > 0]
-    values = np.zeros(1) if dtype.kind == "c" else np.concatenate([part.astype(wide).reshape(-1) for part in parts])
-    values = values[np.isfinite(values)]
-    return ProducerOperand(
-        name=name,
-        dtype=str(dtype),
-        shape=shape,
-        smallest=float(nonzero.min()) if nonzero.size else 0.0,
-        largest=float(finite.max()) if finite.size else 0.0,
-        least=float(values.min()) if values.size else 0.0,
-        greatest=float(values.max()) if values.size else 0.0,
-        infinities=int(np.isinf(size).sum()),
-        nans=int(np.isnan(size).sum()),
-    )
+    is_complex = dtype.kind == "c"
+    wide = np.concatenate([part.astype(np.complex128 if is_complex else np.float64).reshape(-1) for part in parts])
+    return ProducerOperand.of(name, str(dtype), shape, map(float, statistics(np, wide, is_complex)))
 
 
 def _parts(value: Any) -> tuple[list[np.ndarray[Any, Any]], bool]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from xla_amp.common import units
 from xla_amp.common.events import Place
@@ -34,12 +36,48 @@ class ProducerOperand:
     greatest: float = 0.0
     """Greatest of its finite values, with its sign; 0 for complex numbers."""
 
+    @classmethod
+    def of(cls, name: str, dtype: str, shape: Sequence[int], numbers: Iterable[float]) -> ProducerOperand:
+        """The operand whose `statistics` are `numbers`."""
+        smallest, largest, least, greatest, infinities, nans = numbers
+        return cls(
+            name=name,
+            dtype=dtype,
+            shape=tuple(shape),
+            smallest=smallest if math.isfinite(smallest) else 0.0,
+            largest=largest,
+            least=least if math.isfinite(least) else 0.0,
+            greatest=greatest if math.isfinite(greatest) else 0.0,
+            infinities=int(infinities),
+            nans=int(nans),
+        )
+
     def __str__(self) -> str:
         extra = f", {self.infinities:,} inf" if self.infinities else ""
         extra += f", {self.nans:,} NaN" if self.nans else ""
         sizes = f"{self.smallest:.3g} to {self.largest:.3g}" if self.largest else "all zero"
         signed = f" {self.least:.3g} to {self.greatest:.3g}," if self.least < 0 else ""
         return f"{self.dtype} {units.shape(self.shape)},{signed} magnitudes {sizes}{extra}"
+
+
+def statistics(library: Any, values: Any, is_complex: bool) -> list[Any]:
+    """Numbers () of an array with elements, by functions of `library`, torch or NumPy.
+
+    Smallest nonzero magnitude (inf: none) and largest one (0: none) of the finite values; their least (inf: none) and
+    greatest (-inf: none) value, 0 for complex ones; number of inf, number of NaN.
+    """
+    size = library.abs(values).reshape(-1)
+    zero, limit = library.zeros_like(size), library.full_like(size, math.inf)
+    signed = zero if is_complex else values.reshape(-1)
+    finite = library.isfinite(size)
+    return [
+        library.amin(library.where(finite & (size > 0), size, limit), 0),
+        library.amax(library.where(finite, size, zero), 0),
+        library.amin(library.where(finite, signed, limit), 0),
+        library.amax(library.where(finite, signed, -limit), 0),
+        library.isinf(size).sum(),
+        library.isnan(size).sum(),
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,21 +115,16 @@ class Producer:
         return items
 
 
-def produced(made: str, operands: Sequence[ProducerOperand] = (), *, given: str = "", written: str = "") -> bool:
+def produced(made: str, *, given: str, written: str) -> bool:
     """Whether an operation made its inf or NaN itself, neither given by its operands nor written by the program.
 
     Args:
         made: ``inf`` or ``nan``.
-        operands: its operands, or
-        given: what of them is not finite, where that is known.
-        written: what the operation's own numbers are, if not finite: the ``nan`` of a constant, the ``inf`` of a mask's
-            fill.  A NaN that is computed from an infinity is made.
+        given: what of its operands is not finite: ``nan``, ``inf`` or empty.
+        written: the same of the operation's own numbers: the ``nan`` of a constant, the ``inf`` of a mask's fill.  A
+            NaN that is computed from an infinity is made.
     """
-    has_nan, has_inf = (
-        given == "nan" or any(o.nans for o in operands),
-        given == "inf" or any(o.infinities for o in operands),
-    )
-    return not (has_nan or (made == "inf" and has_inf)) and written != "nan" and (made == "nan" or not written)
+    return "nan" not in (given, written) and (made == "nan" or not (given or written))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
