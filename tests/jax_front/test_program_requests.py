@@ -463,6 +463,26 @@ def test_small_constants_keep_float32_in_float16(small):
         np.testing.assert_allclose(found, function(x), rtol=1e-5)
 
 
+def test_a_number_that_takes_more_than_half_of_float16_keeps_float32():
+    x, w = jnp.ones((4, 8)), 0.4 * jnp.ones((8, 8))
+    functions = [
+        lambda w: (x @ w) * 3e4,
+        lambda w: (x @ w) / 2e-4,
+        lambda w: jax.jit(lambda y, number: y * number)(x @ w, 3e4),
+        lambda w: lax.scan(lambda carry, _: (carry, (carry @ w) * 3e4), x, None, length=2)[1],
+        lambda w: jax.checkpoint(lambda w: (x @ w) * 3e4)(w),
+    ]
+    for function in functions:
+        found, back = jax.vjp(autocast(function, dtype=jnp.float16), w)
+        np.testing.assert_allclose(found, function(w), rtol=1e-3)
+        np.testing.assert_allclose(
+            back(1e-3 * jnp.ones_like(found))[0], jax.vjp(function, w)[1](1e-3 * found)[0] / found.mean(), rtol=1e-3
+        )
+    text = str(jax.make_jaxpr(autocast(lambda w: (x @ w) * 255.0 / 127, dtype=jnp.float16))(w))
+    assert "f16[4,8] = mul" in text
+    assert "f16[4,8] = div" in text
+
+
 def test_a_float64_result_is_computed_from_operands_that_are_not_rounded():
     with jax.enable_x64(True):
         x, w = (jax.random.normal(jax.random.key(seed), (8, 8), jnp.float32) for seed in (0, 1))

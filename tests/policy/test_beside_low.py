@@ -18,6 +18,14 @@ def test_low_numbers_are_those_of_the_dtype(low):
     for magnitude, inside in ((0, True), (limits.tiny, True), (limits.max, True), (float(limits.tiny) / 2, False)):
         assert numbers.in_range(float(magnitude)) == inside
     assert not numbers.in_range(1.01 * float(limits.max))
+    edges = {"float16": (2**-7, 255.9), "bfloat16": (2**-63, 1.84e19)}[low]
+    assert [numbers.leaves_room(each) for each in (0.99 * edges[0], *edges, 1.01 * edges[1], 0)] == [
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
     assert numbers.holds(0.5)
     assert not numbers.holds(0.1)
 

@@ -156,23 +156,31 @@ class CastCache:
     def adopts_dtype(self, value: Value, weak: bool, row: PrimitiveInfo = NO_ROW) -> bool:
         """Whether `value` adopts the other operands' dtype in a primitive.
 
-        Weakly typed values do, as in JAX, and numbers in range.  An array is no number, whatever it was broadcast from,
-        except to a primitive that returns elements of its operands.  That must not move a bound to 1, where a logarithm
-        follows it, and what compares must not round at all.
+        Weakly typed values do, as in JAX, and numbers that leave room in the low dtype's range.  An array is no number,
+        whatever it was broadcast from, except to a primitive that returns elements of its operands.  That must not move
+        a bound to 1, where a logarithm follows it, and what compares must not round at all.
         """
         constant = value.facts.constant
         picks = row.kind == "clear" or row.picks
         if constant is None:
             return weak and not picks and not row.exact
-        if row.exact or not self._numbers.in_range(constant):
-            return row.exact and self._numbers.in_range(constant) and self._numbers.holds(constant)
-        return self._numbers.stays_apart(constant) if picks else weak or not np.ndim(value.array)
+        if not self._numbers.in_range(constant):
+            return False
+        if row.exact:
+            return self._numbers.holds(constant)
+        if picks:
+            return self._numbers.stays_apart(constant)
+        return self._numbers.leaves_room(constant) and (weak or not np.ndim(value.array))
 
-    def stand_in(self, constant: float) -> float:
-        """A number for `constant` wherever its value is not known: it adopts a low dtype where `constant` does."""
-        if self._numbers.holds(constant):
-            return 1.0
-        return 1 / 3 if self._numbers.stays_apart(constant) else 1 - 1e-6
+    def stand_in(self, constant: float | None) -> float | None:
+        """A number that adopts a low dtype where `constant` does; None where that never does, or is no number."""
+        numbers = self._numbers
+        if constant is None or not numbers.in_range(constant):
+            return None
+        if not numbers.holds(constant) and not numbers.stays_apart(constant):
+            return 1 - 1e-6
+        unit = 1.0 if numbers.leaves_room(constant) else 4 * numbers.smallest
+        return unit if numbers.holds(constant) else unit / 3
 
     def cast_operands(
         self,

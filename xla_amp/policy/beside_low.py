@@ -27,10 +27,19 @@ class LowNumbers(NamedTuple):
     exponent_bits: int
     mantissa_bits: int
 
+    @property
+    def smallest(self) -> float:
+        """The smallest number that is not subnormal."""
+        return float(2.0 ** (2 - (1 << (self.exponent_bits - 1))))
+
     def in_range(self, magnitude: float) -> bool:
         """Whether a magnitude neither overflows nor becomes subnormal, which several devices flush to zero."""
         largest = 2.0 ** (1 << (self.exponent_bits - 1)) * (1 - 2.0 ** (-self.mantissa_bits - 1))
-        return magnitude == 0 or 2.0 ** (2 - (1 << (self.exponent_bits - 1))) <= magnitude <= largest
+        return magnitude == 0 or self.smallest <= magnitude <= largest
+
+    def leaves_room(self, magnitude: float) -> bool:
+        """Whether a number takes at most half of the range, 2**-7 to 255 in float16, so that low values meet it."""
+        return self.in_range(magnitude * magnitude)
 
     def rounded(self, number: float) -> float:
         """The nearest number of the dtype, for one in range."""

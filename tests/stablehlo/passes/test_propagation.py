@@ -100,6 +100,11 @@ BESIDE = {
     "a divisor near 1": lambda h, w, b: (2 * (p := jnp.tanh(h @ w)), h[:, :6] / (1.01 - p)),
     "a sum of exponentials": lambda h, w, b: (2 * (p := jnp.tanh(h @ w)), 1 / jnp.exp(p).sum()),
     "a number": lambda h, w, b: (1 - 1e-6) * (h @ w),
+    "large, float16": lambda h, w, b: (h @ w) * 256,
+    "divided, float16": lambda h, w, b: (h @ w) / 3e4,
+    "added, float16": lambda h, w, b: h @ w - 6e4,
+    "a scale, float16": lambda h, w, b: (h @ w) * 128**-0.5 / 255 / 0.07 * 0.044715 / 0.9,
+    "a far bound, float16": lambda h, w, b: 2 * jnp.clip(h @ w, -1e4, 1e4),
     "a bound": lambda h, w, b: 2 * jnp.minimum(h @ w, 1 - 1e-6),
     "a far bound": lambda h, w, b: 2 * jnp.clip(h @ w, -0.1, 5.5),
     "a mask": lambda h, w, b: 2 * jnp.where(h[:, :6] > 0, h @ w, -1e9),
@@ -116,9 +121,10 @@ def test_the_fronts_agree_about_what_is_beside_a_low_value(name: str) -> None:
         return jnp.einsum("...ab,ac->...bc", found, jnp.ones((found.shape[-2], 4))), more
 
     given = jnp.ones((8, 16)), jnp.ones((16, 6)), FAR if name in NO_BIAS else FAR[:6]
+    low = "float16" if "float16" in name else "bfloat16"
     with events.capture() as records:
-        jax.make_jaxpr(jax_autocast(between, dtype="bfloat16"))(*given)
-    ours = autocast(jax.jit(between).lower(*given)).report.operations
+        jax.make_jaxpr(jax_autocast(between, dtype=low))(*given)
+    ours = autocast(jax.jit(between).lower(*given), dtype=low).report.operations
     fronts = [
         sorted((each.aten.partition(".")[0], each.after) for each in ours),
         sorted((each.operation.partition(".")[0], each.after.rpartition(" ")[2]) for each in records),
@@ -126,10 +132,11 @@ def test_the_fronts_agree_about_what_is_beside_a_low_value(name: str) -> None:
     compared = {"add", "mul", "div", "sub", "tanh", "minimum", "clamp", "where"}
     found, expected = ([each for each in front if each[0] in compared] for front in fronts)
     assert found == expected
-    assert ("bfloat16" in {dtype for _, dtype in found}) == (name in BIASES or name in LOW_BESIDE)
+    assert (low in {dtype for _, dtype in found}) == (name in BIASES or name in LOW_BESIDE)
 
 
 LOW_BESIDE = {"a target", "a sum of exponentials", "a number", "a far bound", "a mask", "a held bias", "no product"}
+LOW_BESIDE |= {"a scale, float16", "a far bound, float16"}
 """Where something is low beside the products."""
 
 

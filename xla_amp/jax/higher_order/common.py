@@ -54,9 +54,9 @@ def retrace(
     interpreter = call.inner_interpreter(saves=saves)
     numbers = enumerate(map(inside, values if keep_constants else ()))
     adopting = tuple(
-        (index, interpreter.casts.stand_in(number.facts.constant or 0.0))
+        (index, stand_in)
         for index, number in numbers
-        if interpreter.casts.adopts_dtype(number, False)
+        if (stand_in := interpreter.casts.stand_in(number.facts.constant)) is not None
     )
     key = (
         interpreter.settings,

@@ -290,7 +290,7 @@ class Propagation:
             return False
         if node.colour == "clear":
             return numbers.stays_apart(magnitude)
-        return bool(magnitude) or not node.adds  # zeros are where a running sum starts
+        return numbers.leaves_room(magnitude) and (magnitude != 0 or not node.adds)  # a running sum starts as zeros
 
     # Phase 5.
 
