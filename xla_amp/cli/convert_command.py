@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from xla_amp.stablehlo.passes.report import Achieved
     from xla_amp.stablehlo.program import Format, Program
     from xla_amp.tools.explain.page import Page
-    from xla_amp.tools.inspect.module_tables import States
+    from xla_amp.tools.inspect.inspection import States
 
 HELP = "convert a program to mixed precision"
 
@@ -231,7 +231,7 @@ def _output(arguments: argparse.Namespace) -> str:
 
 
 def _page(arguments: argparse.Namespace, converted: Converted, states: States, program: Program, kind: str) -> Page:
-    from xla_amp.tools.inspect import conversion, module_tables
+    from xla_amp.tools.inspect import conversion, inspection
 
     names = common.shown(arguments.source), _output(arguments)
     page = conversion.page(converted.report, f"{names[0]} ({program.source}) -> {names[1]} ({kind})")
@@ -241,4 +241,4 @@ def _page(arguments: argparse.Namespace, converted: Converted, states: States, p
         facts["gradient"] = (
             "left out: the VJP is the old program's; for a low one export xla_amp.jax.autocast(f) from JAX"
         )
-    return dataclasses.replace(page, facts=facts, sections=(*page.sections, *module_tables.sections(states)))
+    return dataclasses.replace(page, facts=facts, sections=(*page.sections, *inspection.sections(states)))

@@ -12,18 +12,26 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from xla_amp.common import units
+from xla_amp.common.events import DecisionRecord
+from xla_amp.common.tables import Cell, Table
+from xla_amp.policy import load
 from xla_amp.stablehlo import constants, ir, locations
 from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.autocast import as_program
-from xla_amp.stablehlo.passes.op_table import Structure, table, table_name
+from xla_amp.stablehlo.passes.module_paths import ModulePaths
+from xla_amp.stablehlo.passes.op_table import Classifier, OpClass, Structure, table, table_name
 from xla_amp.tools.explain import operations as report_operations
 from xla_amp.tools.explain.operations import Operation
-from xla_amp.tools.explain.page import Page, Report
-from xla_amp.tools.inspect import listing, module_tables
+from xla_amp.tools.explain.page import Page, Report, Section
+
+_CONTROL: Final = frozenset({"loop", "branch", "inline", "call", "identity", "constant"})
+"""Structures that compute nothing themselves."""
+_COMPUTES: Final = frozenset({"abs", "clamp", "maximum", "minimum", "negate", "sign"})
+"""Operations that do not round and are not plumbing either."""
 
 
 class Tally(NamedTuple):
@@ -80,8 +88,8 @@ class Inspection(Report):
             (
                 *report_operations.findings(self.rows),
                 report_operations.table(self.rows),
-                *module_tables.sections({"": self}),
-                module_tables.largest(self),
+                *sections({"": self}),
+                _largest(self.largest),
             ),
         )
 
@@ -113,26 +121,30 @@ def inspect(program: Any, *, largest: int = 10) -> Inspection:
         largest: how many of the largest values to list.
     """
     module = as_program(program).module
+    paths = ModulePaths(module)
+    classifier = Classifier(load("tpu"), paths)
+    rows: list[Operation] = []
     dtypes: dict[str, Tally] = {}
     operations: dict[str, collections.Counter[str]] = {}
     contractions: collections.Counter[tuple[str, str, str]] = collections.Counter()
     casts: dict[tuple[str, str], Tally] = {}
-    constants = 0
-    for operation, _ in walk(module):
+    stored = 0
+    for operation, function in walk(module):
         if not len(operation.results):
             continue
-        element, size = ir.element(operation.results[0]), sum(sizes.size(each.type) for each in operation.results)
-        name, structure = sizes.short_name(operation), structure_of(operation)
+        kind = classifier.classify(operation)
+        row = _operation(operation, kind, paths.of(operation, function))
+        rows.append(row)
+        name, given, element = row.record.operation, row.record.given, row.record.result[0]
+        size = sum(sizes.size(each.type) for each in operation.results)
         dtypes[element] = _increased(dtypes.get(element), size)
         operations.setdefault(name, collections.Counter())[element] += 1
-        if structure == "constant":
-            constants += _stored(operation, size)
-        elif structure == "cast":
-            pair = ir.element(operation.operands[0]), element
-            casts[pair] = _increased(casts.get(pair), size)
-        elif structure == "contraction":
-            left, right = sizes.read_elements(operation)
-            contractions[left, right, element] += 1
+        if kind.structure == "constant":
+            stored += _stored(operation, size)
+        elif structure_of(operation) == "cast":
+            casts[given[0], element] = _increased(casts.get((given[0], element)), size)
+        elif row.product:
+            contractions[given[0], given[1], element] += 1
     signature = ir.signature(module)
     return Inspection(
         dtypes=_most_bytes_first(dtypes),
@@ -144,8 +156,50 @@ def inspect(program: Any, *, largest: int = 10) -> Inspection:
         largest=tuple(sorted(values(module), key=lambda value: -value.bytes)[:largest]),
         arguments=sum(map(sizes.size_of, signature.inputs)),
         results=sum(map(sizes.size_of, signature.outputs)),
-        constants=constants,
-        rows=listing.rows(module, walk(module)),
+        constants=stored,
+        rows=tuple(rows),
+    )
+
+
+def _operation(operation: Any, kind: OpClass, scope: str) -> Operation:
+    """An operation as a row of the report."""
+    name = sizes.short_name(operation)
+    given, made = (list(map(ir.element, values)) for values in (operation.operands, operation.results))
+    product, cast = kind.structure == "contraction", name in ("convert", "stablehlo.convert")
+    if product:
+        given[:2] = sizes.read_elements(operation)
+    computes = [each for each in given[: 2 if product else None] if units.is_floating(each)] or made
+    moves = kind.structure in _CONTROL or (kind.colour == "clear" and name not in _COMPUTES)
+    floating = any(map(units.is_floating, made)) and not moves
+    given_shapes, made_shapes = sizes.shapes(operation)
+    record = DecisionRecord(
+        operation=name,
+        cast="keep",
+        layer="builtin",
+        policy="",
+        front="stablehlo",
+        given=tuple(given),
+        used=tuple(given),
+        result=tuple(made),
+        shapes=given_shapes,
+        result_shapes=made_shapes,
+        module=scope,
+        flops=sizes.flops(operation),
+        bytes=sizes.bytes_moved(operation),
+        location=locations.of(operation).line,
+        why=kind.why,
+    )
+    return Operation(
+        record=record,
+        product=product,
+        verdict=report_operations.verdict(
+            floating=floating or (cast and any(map(units.is_floating, (*given, *made)))),
+            cast=cast,
+            low=all(map(units.is_low, computes)),
+            product=product,
+            ruled=kind.colour == "deny" or any(map(units.is_low, given)),
+            risky=kind.colour == "deny",
+        ),
     )
 
 
@@ -202,3 +256,56 @@ def structure_of(operation: Any) -> Structure:
 
 def _text(kind: ir.TensorType | None) -> str:
     return "(not a tensor)" if kind is None else str(kind)
+
+
+_Key = TypeVar("_Key")
+States: TypeAlias = Mapping[str, Inspection]
+"""Column title -> inspection: ``{"": ...}`` for one module, ``{"before": ..., "after": ...}`` for a conversion."""
+
+
+def sections(states: States) -> tuple[Section, ...]:
+    """Contractions by the dtypes of their operands, operations by dtype, and casts."""
+    products: list[tuple[Cell, ...]] = [
+        (f"{key[0]} x {key[1]} -> {key[2]}", *(found.contractions.get(key, 0) for found in states.values()))
+        for key in _keys(found.contractions for found in states.values())
+    ]
+    by_dtype: list[tuple[Cell, ...]] = [
+        (dtype, *_tallies(found.dtypes.get(dtype) for found in states.values()))
+        for dtype in _keys(found.dtypes for found in states.values())
+    ]
+    casts: list[tuple[Cell, ...]] = [
+        (f"{kind[0]} -> {kind[1]}", *_tallies(found.casts.get(kind) for found in states.values()))
+        for kind in _keys(found.casts for found in states.values())
+    ]
+    counts = tuple(_title("count", state) for state in states)
+    return (
+        Section("Contractions", table=Table(columns=("operands and result", *counts), rows=products)),
+        _with_bytes("Operations by dtype of their result", ("dtype", "operations"), states, by_dtype),
+        _with_bytes("Casts", ("from and to", "count"), states, casts),
+    )
+
+
+def _largest(found: Iterable[ModuleValue]) -> Section:
+    rows = [(each.type, units.size(each.bytes), each.name, each.function, each.location) for each in found]
+    return Section(
+        "Largest values", table=Table(columns=("type", "bytes", "of", "in", "where"), rows=rows, right=("bytes",))
+    )
+
+
+def _with_bytes(title: str, names: tuple[str, str], states: States, rows: list[tuple[Cell, ...]]) -> Section:
+    """A table with a number and its bytes for each state."""
+    sizes = tuple(_title("bytes", state) for state in states)
+    pairs = (name for state, size in zip(states, sizes, strict=True) for name in (_title(names[1], state), size))
+    return Section(title, table=Table(columns=(names[0], *pairs), rows=rows, right=sizes))
+
+
+def _tallies(found: Iterable[Tally | None]) -> list[Cell]:
+    return [cell for tally in found for cell in ((tally.number, units.size(tally.bytes)) if tally else (0, "0 B"))]
+
+
+def _title(word: str, state: str) -> str:
+    return f"{word} {state}".rstrip()
+
+
+def _keys(mappings: Iterable[Mapping[_Key, object]]) -> list[_Key]:
+    return list(dict.fromkeys(key for mapping in mappings for key in mapping))
