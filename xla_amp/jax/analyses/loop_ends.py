@@ -1,65 +1,18 @@
-"""Which ``while`` loops end when floats that they compute have become small: fixed points, solvers, searches.
-
-Rounding inside of such a loop leads it into a cycle, and a tolerance below the rounding error is never met.  What
-counts is that the condition follows from a comparison of floats, directly or through booleans and integers of an
-iteration before, and that something low is on the way to these floats.  So loops that count stay low, and so does the
-generation of tokens, which ends by the index of a largest element.
-
-The analysis visits each jaxpr once: where a result comes from is summed up in terms of the arguments of its jaxpr.
-"""
+"""Which ``while`` loops end when floats that they compute have become small (`xla_amp.policy.loop_ends`)."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from xla_amp.jax import compat, rebind
-from xla_amp.jax.jaxpr_analysis import nodes, per_jaxpr, runs_low
-from xla_amp.jax.primitives import info
+from xla_amp.jax.jaxpr_analysis import Node, nodes, per_jaxpr, runs_low
 from xla_amp.policy import Policy
-
-_NONE: Final[frozenset[int]] = frozenset()
-
-
-class _Origin(NamedTuple):
-    """Where a value comes from, in terms of the arguments of its jaxpr, or of the operands of its equation."""
-
-    needs: frozenset[int] = _NONE
-    """What it depends on."""
-    low: bool = False
-    """Whether an operation that the policy makes low is on the way."""
-    logic: frozenset[int] = _NONE
-    """Booleans and integers that it depends on through others, if it is one itself."""
-    compared: frozenset[int] = _NONE
-    """What the floats depend on whose comparison it depends on, through booleans and integers."""
-    compared_low: bool = False
-    """Whether something low is on the way to these floats."""
-
-    def __or__(self, other: _Origin) -> _Origin:
-        return _Origin(
-            self.needs | other.needs,
-            self.low or other.low,
-            self.logic | other.logic,
-            self.compared | other.compared,
-            self.compared_low or other.compared_low,
-        )
-
-    def of(self, operands: Sequence[_Origin]) -> _Origin:
-        """Where it comes from if its arguments are `operands`."""
-        parts = (self.needs, self.logic, self.compared)
-        needed, logical, compared = ([operands[index] for index in each] for each in parts)
-        return _Origin(
-            _NONE.union(*(each.needs for each in needed)),
-            self.low or any(each.low for each in needed),
-            _NONE.union(*(each.logic for each in logical)),
-            _NONE.union(*(each.compared for each in logical), *(each.needs for each in compared)),
-            self.compared_low or any(e.compared_low for e in logical) or any(each.low for each in compared),
-        )
+from xla_amp.policy.loop_ends import LoopValues
 
 
 def ends_by_floats(eqn: Any, policy: Policy, *, low_carry: bool) -> bool:
@@ -67,8 +20,16 @@ def ends_by_floats(eqn: Any, policy: Policy, *, low_carry: bool) -> bool:
 
     `low_carry`: whether what it carries may be low.
     """
-    end = _end(eqn, policy)
-    return end.compared_low or (low_carry and bool(end.compared))
+    inside = _Inside(policy, low_carry)
+    inside.loop(eqn, low=True)
+    values = LoopValues(
+        sources=lambda value: inside.sources.get(value, ()),
+        is_float=_is_float,
+        compares=inside.comparisons.__contains__,
+        is_low=inside.low.__contains__,
+    )
+    deciding = values.deciding(compat.variables(eqn.params["cond_jaxpr"].jaxpr.outvars))
+    return bool(deciding) and (low_carry or values.follow_low(deciding))
 
 
 @per_jaxpr
@@ -82,112 +43,73 @@ def solves(jaxpr: Any, policy: Policy, low_carry: bool) -> bool:
     )
 
 
-def _end(eqn: Any, policy: Policy) -> _Origin:
-    """Where the condition of a ``while`` comes from, in terms of the loop's operands."""
-    operands = list(range(len(eqn.invars)))
-    condition, _, carry = rebind.looped(eqn.params, operands)
-    (proceed,) = _results(eqn.params["cond_jaxpr"].jaxpr, policy)
-    carried = _carried(eqn, policy)
-    return proceed.of([*(_argument(eqn.invars[index], index) for index in condition), *carried[: len(carry)]])
-
-
-@per_jaxpr
-def _results(jaxpr: Any, policy: Policy) -> tuple[_Origin, ...]:
-    """Where each result of a jaxpr comes from."""
-    found: dict[Any, _Origin] = {variable: _argument(variable, n) for n, variable in enumerate(jaxpr.invars)}
-
-    def read(atom: Any) -> _Origin:
-        return _Origin() if isinstance(atom, compat.Literal) else found.get(atom, _Origin())
-
-    for eqn in jaxpr.eqns:
-        operands = list(map(read, eqn.invars))
-        found.update(zip(eqn.outvars, (each.of(operands) for each in _of_equation(eqn, policy)), strict=True))
-    return tuple(map(read, jaxpr.outvars))
-
-
-def _argument(atom: Any, number: int) -> _Origin:
-    alone = frozenset({number})
-    return _Origin(needs=alone, logic=_NONE if _is_float(atom) else alone)
-
-
 def _is_float(atom: Any) -> bool:
     return bool(jnp.issubdtype(getattr(atom.aval, "dtype", np.bool_), jnp.inexact))
 
 
-def _of_equation(eqn: Any, policy: Policy) -> Sequence[_Origin]:
-    """Where each result of an equation comes from, in terms of its operands."""
-    row = info(eqn.primitive.name)
-    if row.kind in _INSIDE:
-        return _INSIDE[row.kind](eqn, policy)
-    floats = frozenset(number for number, atom in enumerate(eqn.invars) if _is_float(atom))
-    everything = frozenset(range(len(eqn.invars)))
-    low = runs_low(eqn, policy)
-    found = []
-    for variable in eqn.outvars:
-        if _is_float(variable):
-            found.append(_Origin(everything, low))
+class _Inside:
+    """What the values of jaxprs follow from; what is passed to a jaxpr from several places is one value there."""
+
+    def __init__(self, policy: Policy, low_carry: bool) -> None:
+        self._policy, self._low_carry = policy, low_carry
+        self.sources: defaultdict[Any, list[Any]] = defaultdict(list)
+        self.comparisons: set[Any] = set()
+        """Booleans and integers that are made from floats."""
+        self.low: set[Any] = set()
+        """What an operation that the policy makes low gives."""
+        self._seen: set[tuple[Any, bool]] = set()
+
+    def _join(self, values: Sequence[Any], sources: Sequence[Any]) -> None:
+        for value, source in zip(values, sources, strict=True):
+            if not isinstance(source, compat.Literal):
+                self.sources[value].append(source)
+
+    def _enter(self, jaxpr: Any, given: Sequence[Any], made: Sequence[Any], low: bool) -> None:
+        self._join(jaxpr.invars, given)
+        self._join(made, jaxpr.outvars[: len(made)])
+        if (jaxpr, low) not in self._seen:
+            self._seen.add((jaxpr, low))
+            for node in nodes(jaxpr):
+                self._add(node, low)
+
+    def _add(self, node: Node, low: bool) -> None:
+        eqn, kind = node.eqn, node.row.kind
+        if kind == "while":
+            self.loop(eqn, low and not ends_by_floats(eqn, self._policy, low_carry=self._low_carry))
+        elif kind == "scan":
+            body, (_, carry, _) = rebind.inner(eqn.params).jaxpr, rebind.scanned(eqn.params, eqn.invars)
+            self._carried(body, carry, rebind.scanned(eqn.params, body.invars)[1], eqn.outvars)
+            self._enter(body, eqn.invars, eqn.outvars, low)
+        elif kind == "cond":
+            for branch in eqn.params["branches"]:
+                self._enter(branch.jaxpr, eqn.invars[1:], eqn.outvars, low)
+            self._join(eqn.outvars, eqn.invars[:1] * len(eqn.outvars))
+        elif kind in _CALLS:
+            self._enter(rebind.inner(eqn.params).jaxpr, eqn.invars, eqn.outvars, low)
         else:
-            compares = row.kind == "conversion" or (row.exact and variable.aval.dtype == np.bool_)
-            found.append(_Origin(everything, low, everything - floats, floats if compares else _NONE))
-    return found
+            self.sources.update((variable, list(node.reads)) for variable in eqn.outvars)
+            if low and runs_low(eqn, self._policy):
+                self.low.update(eqn.outvars)
+            for variable in eqn.outvars:
+                compares = kind == "conversion" or (node.row.exact and variable.aval.dtype == np.bool_)
+                if compares and not _is_float(variable):
+                    self.comparisons.add(variable)
+
+    def loop(self, eqn: Any, low: bool) -> None:
+        """Adds a ``while``; `low`: whether what is inside may be low."""
+        condition, body = (eqn.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
+        of_condition, of_body, carry = rebind.looped(eqn.params, eqn.invars)
+        self._carried(body, carry, body.invars[len(of_body) :], eqn.outvars)
+        self._join(condition.invars[len(of_condition) :], body.outvars)
+        self._enter(condition, [*of_condition, *carry], (), low)
+        self._enter(body, [*of_body, *carry], eqn.outvars, low)
+        self._join(eqn.outvars, condition.outvars * len(eqn.outvars))
+
+    def _carried(self, body: Any, carry: Sequence[Any], arguments: Sequence[Any], made: Sequence[Any]) -> None:
+        self._join(arguments, body.outvars[: len(carry)])
+        self._join(made[: len(carry)], carry)
 
 
-def _of_call(eqn: Any, policy: Policy) -> Sequence[_Origin]:
-    return _results(rebind.inner(eqn.params).jaxpr, policy)
-
-
-def _of_cond(eqn: Any, policy: Policy) -> Sequence[_Origin]:
-    operands = [_argument(atom, number) for number, atom in enumerate(eqn.invars)]
-    branches = [_results(branch.jaxpr, policy) for branch in eqn.params["branches"]]
-    merged = (functools.reduce(_Origin.__or__, each) for each in zip(*branches, strict=True))
-    return _decided((each.of(operands[1:]) for each in merged), operands[0], eqn)
-
-
-def _of_scan(eqn: Any, policy: Policy) -> Sequence[_Origin]:
-    return _carried(eqn, policy)
-
-
-def _of_while(eqn: Any, policy: Policy) -> Sequence[_Origin]:
-    end = _end(eqn, policy)
-    results = _decided(_carried(eqn, policy), end, eqn)
-    if end.compared_low:  # it stays float32 itself
-        return [each._replace(low=False, compared_low=False) for each in results]
-    return results
-
-
-def _decided(results: Any, condition: _Origin, eqn: Any) -> list[_Origin]:
-    """Results of a loop, or of one of several functions, whose number or choice follows from `condition`."""
-    only_needs = condition._replace(logic=_NONE, compared=_NONE, compared_low=False)
-    pairs = zip(results, eqn.outvars, strict=True)
-    return [each | (only_needs if _is_float(variable) else condition) for each, variable in pairs]
-
-
-def _carried(eqn: Any, policy: Policy) -> list[_Origin]:
-    """Where the results of a loop come from after any number of iterations, in terms of the loop's operands."""
-    params, numbers = eqn.params, list(range(len(eqn.invars)))
-    if info(eqn.primitive.name).kind == "while":
-        body, parts = params["body_jaxpr"].jaxpr, [*rebind.looped(params, numbers)[1:], []]
-    else:
-        body, parts = rebind.inner(params).jaxpr, [*rebind.scanned(params, numbers)]
-    own, now, steps = ([_argument(eqn.invars[number], number) for number in part] for part in parts)
-    made = _results(body, policy)
-    while True:
-        after = [each.of([*own, *now, *steps]) for each in made]
-        merged = [one | other for one, other in zip(now, after, strict=False)]
-        if merged == now:
-            return [*now, *after[len(now) :]]
-        now = merged
-
-
-_INSIDE: Final[Mapping[str | None, Callable[[Any, Policy], Sequence[_Origin]]]] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            ("call", "checkpoint", "composite", "custom_jvp", "custom_vjp", "custom_vmap", "linear_call", "shard_map"),
-            _of_call,
-        ),
-        "cond": _of_cond,
-        "scan": _of_scan,
-        "while": _of_while,
-    }
+_CALLS = frozenset(
+    ("call", "checkpoint", "composite", "custom_jvp", "custom_vjp", "custom_vmap", "linear_call", "shard_map")
 )
-"""Kind of primitive -> where its results come from through the jaxprs that it contains."""

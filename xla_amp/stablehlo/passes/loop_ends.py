@@ -1,14 +1,11 @@
-"""Which loops end when floats that they compute have become small: what is in them stays float32.
-
-As `xla_amp.jax.analyses.loop_ends`: the condition follows from a comparison of floats, directly or through booleans and
-integers of an iteration before, and an operation that may run low is on the way to these floats.
-"""
+"""Which loops end when floats that they compute have become small (`xla_amp.policy.loop_ends`): they stay float32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
+from xla_amp.policy.loop_ends import LoopValues
 from xla_amp.stablehlo import ir, surgery
 from xla_amp.stablehlo.passes.op_table import Classifier
 
@@ -69,57 +66,35 @@ class _Inside:
             for index, argument in enumerate(block.arguments):
                 self._entries.setdefault(argument, []).extend((*given[index : index + 1], *again[index : index + 1]))
 
+    def _values(self, kept: set[Any]) -> LoopValues[Any]:
+        return LoopValues(
+            sources=lambda value: self._sources(value) if value in self.values else [],
+            is_float=_is_float,
+            compares=self._compares,
+            is_low=lambda value: value in self.values and value not in kept and self._made_low(value),
+        )
+
     def ends_by_floats(self, kept: set[Any]) -> bool:
         """Whether its end depends on a comparison of floats that low operations would change.
 
         `kept`: values that stay float32 anyway.
         """
-        compared: list[Any] = []
-
-        def logic(value: Any) -> list[Any]:
-            compared.extend(self._compared(value))
-            return [each for each in self._sources(value) if not _is_float(each)]
-
-        condition = self._loop.regions[0].blocks[0]
-        self._walk(surgery.terminator(condition).operands, logic)
-        return self._is_low(compared, kept)
+        values, condition = self._values(kept), self._loop.regions[0].blocks[0]
+        return values.follow_low(values.deciding(surgery.terminator(condition).operands))
 
     def compares_low(self, kept: set[Any]) -> bool:
         """Whether it compares floats that low operations would change; `kept` as for `ends_by_floats`."""
-        return self._is_low((each for value in self.values - kept for each in self._compared(value)), kept)
+        values = self._values(kept)
+        return values.follow_low(each for value in self.values - kept for each in values.compared(value))
 
-    def _compared(self, value: Any) -> list[Any]:
-        """The floats whose comparison a value is."""
+    def _compares(self, value: Any) -> bool:
         maker = surgery.producer(value)
         treated = None if maker is None else self._classifier.classify(maker)
-        if treated is None or not treated.exact or (treated.structure != "cast" and ir.element(value) != "i1"):
-            return []
-        return list(filter(_is_float, self._sources(value)))
+        return bool(treated and treated.exact and (treated.structure == "cast" or ir.element(value) == "i1"))
 
-    def _is_low(self, values: Iterable[Any], kept: set[Any]) -> bool:
-        """Whether something low is on the way to one of some values."""
-        found = False
-
-        def floats(value: Any) -> list[Any]:
-            nonlocal found
-            maker = surgery.producer(value)
-            found = found or (
-                maker is not None and value not in kept and self._classifier.classify(maker).colour == "allow"
-            )
-            return [] if found else self._sources(value)
-
-        self._walk(values, floats)
-        return found
-
-    def _walk(self, start: Iterable[Any], sources: Callable[[Any], list[Any]]) -> None:
-        """Visits the values inside of the loop that `start` depends on, as far as `sources` tells."""
-        seen: set[Any] = set()
-        todo = list(start)
-        while todo:
-            value = todo.pop()
-            if value in self.values and value not in seen:
-                seen.add(value)
-                todo += sources(value)
+    def _made_low(self, value: Any) -> bool:
+        maker = surgery.producer(value)
+        return maker is not None and self._classifier.classify(maker).colour == "allow"
 
     def _sources(self, value: Any) -> list[Any]:
         """The values that a value inside of the loop follows from."""
