@@ -35,15 +35,16 @@ class LoopValues(Generic[_Value]):
 
     def deciding(self, condition: Iterable[_Value]) -> list[_Value]:
         """The floats that are compared on the way to a loop's condition, through booleans and integers."""
-        logic = _reached(condition, lambda value: [each for each in self.sources(value) if not self.is_float(each)])
+        logic = reached(condition, lambda value: [each for each in self.sources(value) if not self.is_float(each)])
         return [each for value in logic for each in self.compared(value)]
 
     def follow_low(self, values: Iterable[_Value]) -> bool:
         """Whether something low is on the way to one of some values."""
-        return any(map(self.is_low, _reached(values, self.sources)))
+        return any(map(self.is_low, reached(values, self.sources)))
 
 
-def _reached(start: Iterable[_Value], sources: Callable[[_Value], Sequence[_Value]]) -> set[_Value]:
+def reached(start: Iterable[_Value], sources: Callable[[_Value], Iterable[_Value]]) -> set[_Value]:
+    """`start` and all that it follows from, directly or through others."""
     seen, todo = set[_Value](), list(start)
     while todo:
         value = todo.pop()

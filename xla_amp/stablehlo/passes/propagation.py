@@ -26,6 +26,7 @@ from typing import Any, Final
 import numpy as np
 
 from xla_amp.policy import beside_low
+from xla_amp.policy.loop_ends import reached
 from xla_amp.policy.policy import ENDS_BY_FLOATS
 from xla_amp.stablehlo import constants
 from xla_amp.stablehlo.passes.biases import biases
@@ -202,20 +203,13 @@ class Propagation:
 
     def _reach(self, sources: Iterable[int], *, forward: bool, through: tuple[str, ...] = _UNDECIDED) -> set[int]:
         """Free nodes reachable from `sources` forward (backward) through free nodes of the colours `through`."""
-        nodes, seen = self.nodes, set[int]()
-        todo = list(sources)
-        while todo:
-            node = nodes[todo.pop()]
-            near = (
-                (user for slot in node.outputs for user in self.users[slot])
-                if forward
-                else (self.producer[slot] for slot in node.inputs)
-            )
-            for number in near:
-                if number not in seen and nodes[number].colour in through and self._free(nodes[number]):
-                    seen.add(number)
-                    todo.append(number)
-        return seen
+
+        def near(number: int) -> list[int]:
+            users = (user for slot in self.nodes[number].outputs for user in self.users[slot])
+            found = users if forward else self._sources(number)
+            return [each for each in found if self.nodes[each].colour in through and self._free(self.nodes[each])]
+
+        return reached((each for source in sources for each in near(source)), near)
 
     # Phase 2.
 
@@ -230,17 +224,10 @@ class Propagation:
     # Phase 3.
 
     def _exact_reads(self, allowed: list[int]) -> None:
-        rounded: set[int] = set()
-        """Slots that something reads that may round them."""
-        todo = [number for number, node in enumerate(self.nodes) if not self._passes(node) and not _is_exact(node)]
-        seen = set(todo)
-        while todo:
-            for slot in self.nodes[todo.pop()].inputs:
-                rounded.add(slot)
-                source = self.producer[slot]
-                if source not in seen and self._passes(self.nodes[source]):
-                    seen.add(source)
-                    todo.append(source)
+        # The nodes that may round what they read, and those that pass it on to them.
+        start = (number for number, node in enumerate(self.nodes) if not self._passes(node) and not _is_exact(node))
+        through = reached(start, lambda number: filter(lambda n: self._passes(self.nodes[n]), self._sources(number)))
+        rounded = {slot for number in through for slot in self.nodes[number].inputs}
         for number in allowed:
             if self.nodes[number].structure == "contraction":
                 self.wide.update(slot for slot in self.nodes[number].outputs if slot not in rounded)
@@ -322,7 +309,7 @@ class Propagation:
     # Phase 6.
 
     def _accumulator_results(self, allowed: list[int]) -> None:
-        feeding = self._before(allowed)
+        feeding = reached((each for number in allowed for each in self._sources(number)), self._sources)
         for number in allowed:
             node = self.nodes[number]
             if node.structure == "contraction" and number not in feeding:
@@ -330,17 +317,9 @@ class Propagation:
                     if not any(self.nodes[user].low for user in self.users[slot]):
                         self.wide.add(slot)
 
-    def _before(self, targets: list[int]) -> set[int]:
-        """Nodes on which `targets` depend, directly or through others."""
-        seen: set[int] = set()
-        todo = list(targets)
-        while todo:
-            for slot in self.nodes[todo.pop()].inputs:
-                source = self.producer[slot]
-                if source not in seen:
-                    seen.add(source)
-                    todo.append(source)
-        return seen
+    def _sources(self, number: int) -> list[int]:
+        """The nodes whose values a node reads."""
+        return [self.producer[slot] for slot in self.nodes[number].inputs]
 
     def _explain(self, between: set[int]) -> None:
         for number, node in enumerate(self.nodes):
