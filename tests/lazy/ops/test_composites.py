@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import xla_amp
 from xla_amp import lazy as engine
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import trace
+from xla_amp.lazy.tensors import tensor_io
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -189,7 +191,7 @@ def test_transforms_see_the_products_of_a_linear_layer(device):
     assert_same(derivatives, **EXACT)
 
 
-# -- layers under autocast: the casts of their parameters are part of them ---------------------------------------------
+# -- layers under autocast: the casts of their operands are part of them ----------------------------------------------
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(4, 5),
@@ -227,13 +229,13 @@ def test_a_layer_under_autocast_gives_the_gradients_of_its_parameters(name, devi
 
 @pytest.mark.parametrize("name", ["linear", "conv2d"])
 def test_a_layer_under_autocast_is_one_operation_of_autograd(name, device):
-    layer, x, y = _use(name, device, dtype=torch.bfloat16)
+    layer, x, y = _use(name, device)
     operation = "linear" if name == "linear" else "convolution"
-    parameters = len(list(layer.parameters()))
-    assert recorded() == [*["_to_copy"] * parameters, operation]
+    casts = ["_to_copy"] * (1 + len(list(layer.parameters())))
+    assert recorded() == [*casts, operation]
     assert {type(node).__name__ for node, _ in y.grad_fn.next_functions if node is not None} == {"AccumulateGrad"}
     y.backward(torch.ones_like(y))
-    assert recorded()[parameters + 2 :] == [f"{operation}_backward", *["_to_copy"] * parameters]
+    assert recorded()[len(casts) + 2 :] == [f"{operation}_backward", *casts]
     with torch.no_grad(), xla_amp.autocast(device, dtype=torch.bfloat16):
         assert not layer(x).requires_grad
 
@@ -252,15 +254,24 @@ def test_a_layer_under_autocast_can_be_differentiated_twice(name, device):
     assert (second.cpu() - cpu).norm() < 0.03 * cpu.norm()
 
 
-def test_a_layer_under_autocast_keeps_the_cast_weight(device):
+def test_a_layer_under_autocast_keeps_the_casts_only(device):
     def program(where: str) -> Any:
         layer, x, y = _use("linear", where)
         with torch.no_grad():
             layer.weight.mul_(0)  # as an optimizer's step before the backward pass
+            x.mul_(0)
         y.float().sum().backward()
-        return x.grad
+        return x.grad, layer.weight.grad
 
     assert_same(program, rtol=0.05, atol=0.05)
+    x = sample(3, 4).float().to(device).requires_grad_() + 1
+    kept = weakref.ref(tensor_io.buffer_of(x))
+    with xla_amp.autocast(device, dtype=torch.bfloat16):
+        y = nn.Linear(4, 5, device=device)(x)
+    del x
+    xla_amp.sync()
+    assert y.requires_grad
+    assert kept() is None
 
 
 def test_transforms_see_the_casts_of_a_layer(device):

@@ -1,8 +1,8 @@
-"""Layers under autocast as one operation of autograd: the casts of their parameters are part of it.
+"""Layers under autocast as one operation of autograd: the casts of their operands are part of it.
 
-torch records a cast of each parameter as an operation, so a linear layer is three nodes of autograd forward and
-backward, and as many calls through the dispatcher.  Here one node casts the parameters, computes, and casts their
-gradients.  It records what the separate operations would, and saves what they would save: the cast weight.
+torch records a cast of each operand as an operation, so a linear layer is four nodes of autograd forward and backward,
+and as many calls through the dispatcher.  Here one node casts the operands, computes, and casts their gradients.  It
+records what the separate operations would, and saves what they would save: the cast input and weight.
 """
 
 from __future__ import annotations
@@ -55,30 +55,36 @@ def _layer(name: str, derivative: Any, gradients: Callable[..., tuple[torch.Tens
 
     class Layer(torch.autograd.Function):
         @staticmethod
-        def forward(
-            context: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any
-        ) -> torch.Tensor:
-            low = _cast_parameter(weight, x.dtype)
-            context.save_for_backward(x, low)
-            context.given = weight, None if bias is None else bias.dtype, rest
-            result: torch.Tensor = _kernels[name](x, low, _cast_parameter(bias, x.dtype), *rest)
-            return result
+        def forward(context: Any, dtype: torch.dtype, x: torch.Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
+            low_x, low = _cast_to(dtype, x), _cast_to(dtype, weight)
+            context.set_materialize_grads(False)
+            context.save_for_backward(low_x, low)
+            context.given = x.dtype, weight, None if bias is None else bias.dtype, rest
+            result = _kernels[name](low_x, low, _cast_to(dtype, bias), *rest)
+            # The cast is a result, too: derivatives of gradients reach `x` through it, and `x` is not kept.
+            return result if low_x is x else (result, low_x)
 
         @staticmethod
         @dynamo.skip
-        def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            x, low = context.saved_tensors
-            weight, of_bias, rest = context.given
-            run, cast = _kernels[backward_name], _cast
-            if torch.is_grad_enabled() or composites.is_transformed(gradient) or _is_batch(gradient):
-                run, cast = derivative, torch.Tensor.to
-                low = _Cast.apply(weight, low) if low is not weight else low  # type: ignore[no-untyped-call]
-            of_x, of_weight, bias = gradients(run, gradient, x, low, rest, context.needs_input_grad[:3])
+        def backward(context: Any, gradient: Any, of_low_x: Any = None) -> tuple[torch.Tensor | None, ...]:
+            of_input, weight, of_bias, rest = context.given
+            of_x, of_weight, bias = of_low_x, None, None
+            run, cast = derivative, torch.Tensor.to
+            if gradient is not None:
+                x, low = context.saved_tensors
+                if torch.is_grad_enabled() or composites.is_transformed(gradient) or _is_batch(gradient):
+                    low = _Cast.apply(weight, low) if low is not weight else low  # type: ignore[no-untyped-call]
+                else:
+                    run, cast = _kernels[backward_name], _cast
+                of_x, of_weight, bias = gradients(run, gradient, x, low, rest, context.needs_input_grad[1:4])
+                of_x = of_x if of_low_x is None else of_x + of_low_x
             if bias is not None and bias.dtype is not of_bias:
                 bias = cast(bias, dtype=of_bias)
             if of_weight is not None and of_weight.dtype is not weight.dtype:
                 of_weight = cast(of_weight, dtype=weight.dtype)
-            return of_x, of_weight, bias, *(None for _ in rest)
+            if of_x is not None and of_x.dtype is not of_input:
+                of_x = cast(of_x, dtype=of_input)
+            return None, of_x, of_weight, bias, *(None for _ in rest)
 
     Layer.__name__ = Layer.__qualname__ = name.capitalize()
     apply: Any = super(torch.autograd.Function, Layer).apply  # no transform is active, so torch's own checks are idle
@@ -86,19 +92,20 @@ def _layer(name: str, derivative: Any, gradients: Callable[..., tuple[torch.Tens
     def layer(low: torch.dtype, x: Any, weight: torch.Tensor, bias: torch.Tensor | None = None, *rest: Any) -> Any:
         if not _fits(x, weight, bias):
             return NotImplemented
-        if x.dtype is not low:
-            x = x.to(low)
-        if torch.is_grad_enabled() and (
-            x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-        ):
-            return apply(x, weight, bias, *rest)
-        return _kernels[name](x, _cast_parameter(weight, low), _cast_parameter(bias, low), *rest)
+        wanted = torch.is_grad_enabled()
+        if not (wanted and x.requires_grad):
+            x = _cast_to(low, x)
+            wanted = wanted and (weight.requires_grad or (bias is not None and bias.requires_grad))
+        if not wanted:
+            return _kernels[name](x, _cast_to(low, weight), _cast_to(low, bias), *rest)
+        result = apply(low, x, weight, bias, *rest)
+        return result[0] if type(result) is tuple else result
 
     return layer
 
 
-def _cast_parameter(parameter: Any, dtype: torch.dtype) -> Any:
-    return parameter if parameter is None or parameter.dtype is dtype else _cast(parameter, dtype=dtype)
+def _cast_to(dtype: torch.dtype, operand: Any) -> Any:
+    return operand if operand is None or operand.dtype is dtype else _cast(operand, dtype=dtype)
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
