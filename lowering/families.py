@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401 (importing a family registers its lowerings)
 
-from xla_amp.lowering.attention import fused_layers, sdpa
+from xla_amp.lowering.attention import sdpa
 from xla_amp.lowering.linalg import contraction, factorization
 from xla_amp.lowering.math import arithmetic, distance, elementwise, foreach, fourier, ordering, reduction, special
 from xla_amp.lowering.nn import (

@@ -116,12 +116,10 @@ ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("_aminmax", "_aminmax.dim"), "tests/lazy/ops/test_composites.py"),
     **dict.fromkeys(
         (
-            "_native_multi_head_attention",
             "_thnn_fused_gru_cell",
             "_thnn_fused_gru_cell_backward",
             "_thnn_fused_lstm_cell",
             "_thnn_fused_lstm_cell_backward_impl",
-            "_transformer_encoder_layer_fwd",
         ),
         "tests/lazy/ops/test_composites.py",
     ),

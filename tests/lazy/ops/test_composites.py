@@ -413,6 +413,18 @@ def test_attention_layers(training, device):
     same_modules(cases | {"encoder": case(encoder, TOKENS), "causal encoder": case(encoder, TOKENS, mask=CAUSAL)})
 
 
+def test_an_encoder_layer_in_inference_is_low_under_autocast(device):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).to(device)
+    tokens = TOKENS.float().to(device)
+    with torch.no_grad(), xla_amp.autocast(device):
+        trained, inferred = layer.train()(tokens), layer.eval()(tokens)
+    with torch.no_grad():
+        wide = layer(tokens)
+    assert inferred.dtype is trained.dtype
+    assert torch.equal(inferred.cpu(), trained.cpu())
+    assert not torch.equal(inferred.cpu().float(), wide.cpu())
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_a_padded_encoder_in_inference(device):
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""Kernels for composite operations of torch and torchvision that this device runs as one operation.
+"""Kernels for composite operations of torch and torchvision that this device runs as one operation, and the reverse.
 
 Each is registered on the device's autograd key and replaces torch's composite, so that autograd records one operation.
-A call with unsupported arguments runs the composite.
+A call with unsupported arguments runs the composite.  The fused layers of inference are composed of others.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.forward_ad import unpack_dual
 
 from xla_amp.lazy.ops.operators import KernelTable
@@ -126,6 +127,80 @@ def _differentiable_attention_backward(
     asked: list[Any] = [x for x, want in zip((query, key, value, bias), wanted, strict=True) if want]
     gradients = iter(torch.autograd.grad(again, asked, grad, create_graph=True))
     return tuple(next(gradients) if want else None for want in wanted)
+
+
+# -- fused layers, which torch.nn takes for inference on any device that is registered --------------------------------
+
+_PADDING_MASK = 1
+"""`mask_type` of [batch, columns]; others are [rows, columns], [batch * heads, ...] and [batch, heads, ...]."""
+
+
+@KERNELS.implements("_native_multi_head_attention")
+def _multi_head_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor,
+    proj_weight: torch.Tensor,
+    proj_bias: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(output [batch, rows, embed_dim], weights [batch, rows, columns], per head unless averaged)."""
+    if mask is not None and mask.dim() == 4:
+        mask = mask.flatten(0, 1)
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    bias_k = bias_v = None
+    output, weights = F.multi_head_attention_forward(
+        *(q, k, v, embed_dim, num_head, qkv_weight, qkv_bias, bias_k, bias_v, False, 0.0, proj_weight, proj_bias),
+        training=False,
+        key_padding_mask=mask if mask_type == _PADDING_MASK else None,
+        need_weights=need_weights,
+        attn_mask=None if mask_type == _PADDING_MASK else mask,
+        average_attn_weights=average_attn_weights,
+    )
+    return output.transpose(0, 1), weights
+
+
+@KERNELS.implements("_transformer_encoder_layer_fwd")
+def _encoder_layer(
+    src: torch.Tensor,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor,
+    proj_weight: torch.Tensor,
+    proj_bias: torch.Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    *rest: Any,
+) -> torch.Tensor:
+    """One encoder layer; `rest`: weight and bias of two norms and of two linear layers, mask, mask_type."""
+    norms, layers, (mask, mask_type) = (rest[:2], rest[2:4]), (rest[4:6], rest[6:8]), (*rest[8:], None, None)[:2]
+
+    def norm(x: torch.Tensor, number: int) -> torch.Tensor:
+        weight, bias = norms[number]
+        return F.layer_norm(x, (embed_dim,), weight, bias, eps)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        projections = (qkv_weight, qkv_bias, proj_weight, proj_bias)
+        return _multi_head_attention(x, x, x, embed_dim, num_heads, *projections, mask, False, False, mask_type)[0]
+
+    def feed_forward(x: torch.Tensor) -> torch.Tensor:
+        hidden = F.linear(x, *layers[0])
+        return F.linear(F.gelu(hidden) if use_gelu else F.relu(hidden), *layers[1])
+
+    if norm_first:
+        x = src + attend(norm(src, 0))
+        return x + feed_forward(norm(x, 1))
+    x = norm(src + attend(src), 0)
+    return norm(x + feed_forward(x), 1)
 
 
 # -- linear layers ----------------------------------------------------------------------------------------------------

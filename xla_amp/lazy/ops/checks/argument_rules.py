@@ -340,12 +340,6 @@ RULES: Sequence[ArgumentRule] = (
         lambda x, bins: len(bins) == x.shape[-1],
     ),
     ArgumentRule(
-        "_native_multi_head_attention",
-        "query embed_dim num_head",
-        "a query [batch, rows, embed_dim], and an embed_dim that num_head divides",
-        lambda x, width, heads: x.dim() == 3 and x.shape[-1] == width and width % heads == 0,
-    ),
-    ArgumentRule(
         "torchvision::nms",
         "dets scores",
         "floating boxes [N, 4] and scores [N]",

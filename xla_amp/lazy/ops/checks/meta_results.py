@@ -110,14 +110,6 @@ def _attention_backward(grad: torch.Tensor, *rest: Any, **_: Any) -> tuple[torch
     )
 
 
-@_of("_native_multi_head_attention")
-def _multi_head_attention(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> tuple[torch.Tensor | None, ...]:
-    num_head, (need_weights, average_attn_weights, _) = rest[2], rest[-3:]
-    heads = () if average_attn_weights else (num_head,)
-    weights = query.new_empty((query.shape[0], *heads, query.shape[1], key.shape[1])) if need_weights else None
-    return torch.empty_like(query), weights
-
-
 # -- the rest ---------------------------------------------------------------------------------------------------------
 
 
@@ -159,7 +151,6 @@ def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) 
 @_of("_sample_dirichlet")
 @_of("_standard_gamma")  # torch 2.13 has a meta kernel of this and the last
 @_of("_standard_gamma_grad")
-@_of("_transformer_encoder_layer_fwd")
 @_of("glu_jvp")
 def _like_the_first(x: torch.Tensor, *rest: Any, **_: Any) -> torch.Tensor:
     return torch.empty_like(x)
