@@ -101,8 +101,7 @@ class Replay:
         for index in self._special:
             found[index] = _input(recorded.sources[index], buffers)
         parameters = [buffer for buffer in found if buffer is not None]
-        without_array = {type(None), Poisoned}.intersection(map(type, map(_array, parameters)))
-        if len(parameters) < len(found) or without_array:
+        if len(parameters) < len(found) or {type(None), Poisoned}.intersection(map(type, map(_array, parameters))):
             return None
         computed = [_output(target, buffers) for target in recorded.computed]
         floats = list(recorded.floats)
@@ -174,4 +173,4 @@ def _unshare(buffers: list[Buffer]) -> None:
     counts = execute.reference_counts(list(map(_array, buffers)))
     for buffer, count in zip(buffers, counts, strict=True):
         if count > execute.ALONE + 1:  # its buffer's
-            buffer.array = memory_layout.copy(buffer.array)
+            buffer.store(memory_layout.copy(buffer.array))

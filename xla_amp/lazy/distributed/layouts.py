@@ -349,7 +349,7 @@ def _equalize(values: Sequence[torch.Tensor]) -> None:
             taken = same_values.take_from_first([buffer.array for buffer in differing])
             for buffer, array in zip(differing, taken, strict=True):
                 layout = meshes.sharding_of(buffer)
-                buffer.array = array
+                buffer.store(array)
                 if layout is not None:
                     meshes.set_sharding(buffer, layout)
 

@@ -244,7 +244,7 @@ class Buffer:
     While `number` is not negative, the value is computed by the trace.  Otherwise `array` is the value.
     """
 
-    __slots__ = ("__weakref__", "_array", "address", "external", "number", "raw", "spec", "unrecorded")
+    __slots__ = ("__weakref__", "address", "array", "external", "number", "raw", "spec", "unrecorded")
 
     def __init__(self, spec: Spec, number: int = -1, array: jax.Array | None = None) -> None:
         self.spec = spec
@@ -252,7 +252,8 @@ class Buffer:
         """`array` again, if JAX code may hold it too: this second reference prevents its donation to a program."""
         self.number = number
         """Number of the value in the trace, or -1."""
-        self._array: Any = array
+        self.array: Any = array
+        """A `jax.Array`, `Poisoned`, or None for memory that was never written; `store` replaces it."""
         self.address = 0
         """What the storage's ``data_ptr()`` returns, or 0 while nothing has asked (`tensors.storages`)."""
         self.raw: torch.Tensor | None = None
@@ -260,14 +261,9 @@ class Buffer:
         self.unrecorded: Unrecorded | None = None
         """The value as long as there is neither a number nor an array."""
 
-    @property
-    def array(self) -> Any:
-        """A `jax.Array`, `Poisoned`, or None for memory that was never written."""
-        return self._array
-
-    @array.setter
-    def array(self, value: jax.Array | Poisoned | None) -> None:
-        self._array = value
+    def store(self, value: jax.Array | Poisoned | None) -> None:
+        """Replaces the array, and lets go of the old one."""
+        self.array = value
         if self.external is not value:
             self.external = None
 

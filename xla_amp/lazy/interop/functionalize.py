@@ -116,13 +116,13 @@ class FunctionTrace:
                 if buffer is not None and buffer.number >= 0:
                     buffer.number = -1
                     if buffer.array is None:
-                        buffer.array = Poisoned(
-                            "it was computed by torch code called from JAX, which returns its results"
+                        buffer.store(
+                            Poisoned("it was computed by torch code called from JAX, which returns its results")
                         )
             for buffer in trace.parameters:
                 buffer.number = -1
             for buffer in self._buffers:
-                buffer.array = Poisoned("it was a placeholder for an argument of torch code called from JAX")
+                buffer.store(Poisoned("it was a placeholder for an argument of torch code called from JAX"))
             trace.clear()
             generator.set_state(*self._state)
 

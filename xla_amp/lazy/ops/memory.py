@@ -72,7 +72,7 @@ def _set_storage(self: torch.Tensor, source: Any, storage_offset: int, size: Any
         whole = storage_offset == 0 and tuple(stride) == tuple(shape_inference.contiguous_strides(size))
         if whole and math.prod(size) == values.numel():
             values = values.view(size)
-        buffer.array = transfer.upload(values)
+        buffer.store(transfer.upload(values))
         buffer.spec = spec(tuple(values.shape), values.dtype)
     return tensor_io.set_geometry(self, source, storage_offset, size, stride)
 

@@ -245,7 +245,7 @@ def _clear_poison(tensor: torch.Tensor) -> None:
     buffer = tensor.untyped_storage()._xla_amp  # type: ignore[attr-defined]
     whole = buffer is not None and tensor.shape == buffer.spec.shape and tensor.is_contiguous()
     if whole and buffer.number < 0 and type(buffer.array) is Poisoned:
-        buffer.array = None  # memory never written
+        buffer.store(None)  # memory never written
 
 
 def _overwrite(kernel: Kernel) -> Kernel:

@@ -264,7 +264,8 @@ def _launch(run: _Flush) -> None:
     floats, ints, streams = _numbers()
     program = run.program = run.program or _build(run, streams)
     for parameter, _, order in program.input_formats:
-        run.arrays[parameter] = run.parameters[parameter].array = memory_layout.put(run.arrays[parameter], order)
+        run.arrays[parameter] = memory_layout.put(run.arrays[parameter], order)
+        run.parameters[parameter].store(run.arrays[parameter])
     if not run.is_new:
         run.outputs = execute(program, run.arrays, floats, ints)
         return
@@ -305,11 +306,13 @@ def _commit(run: _Flush) -> None:
     flush_ends(program, key.code, run.targets)
     generator.advance(trace.draws)
     for buffer, position in zip(run.targets, program.outputs, strict=True):
-        buffer.array = value = outputs[position] if position >= 0 else arrays[~position]
-        known = trace.known.get(buffer.number)
-        if known is not None and dtypes.is_kept(known):
+        value = outputs[position] if position >= 0 else arrays[~position]
+        buffer.array = value
+        if buffer.external is not None:
+            buffer.store(value)
+        if (known := trace.known.get(buffer.number)) is not None and dtypes.is_kept(known):
             dtypes.keep(value, known)
-    add_pending(functools.partial(_values_of, [weakref.ref(target) for target in run.targets]))
+    add_pending(functools.partial(_values_of, list(map(weakref.ref, run.targets))))
     _forget(run.targets)
     if run.is_new:
         if not pjrt.counts_memory():
@@ -415,7 +418,7 @@ def _restore(targets: list[Buffer], arrays: list[Any], reason: XlaAmpError, rest
     """Discards the trace: stores what is left of it; poisons values that were not computed or were donated."""
     for buffer, array in zip(trace.parameters, arrays, strict=True):
         if array.is_deleted():
-            buffer.array = Poisoned(f"this tensor's memory was handed to a step that then failed: {reason}")
+            buffer.store(Poisoned(f"this tensor's memory was handed to a step that then failed: {reason}"))
     values, lost = (rest.values, rest.lost) if rest is not None else ({}, {})
     written = [buffer for buffer in targets if buffer.array is not None]
     contained = rest is not None and not any(buffer.number in lost for buffer in written)
@@ -425,7 +428,7 @@ def _restore(targets: list[Buffer], arrays: list[Any], reason: XlaAmpError, rest
             buffer.array = values[buffer.number]
         elif old is None:
             origin = lost.get(buffer.number, reason)
-            buffer.array = Poisoned(f"this tensor was to be computed by a step that failed: {origin}")
+            buffer.store(Poisoned(f"this tensor was to be computed by a step that failed: {origin}"))
     if values:
         generator.advance(trace.draws)
     if isinstance(reason, StepFailedError):

@@ -132,7 +132,7 @@ def set_sharding(buffer: Buffer, sharding: NamedSharding) -> None:
     """Sets the sharding of a buffer, for its present array and later ones."""
     _shardings[buffer] = sharding
     if isinstance(buffer.array, jax.Array):
-        buffer.array = _moved(buffer.array, sharding)
+        buffer.store(_moved(buffer.array, sharding))
 
 
 def _moved(array: jax.Array, where: NamedSharding) -> jax.Array:
@@ -154,7 +154,7 @@ def move_to_mesh(buffers: Iterable[Buffer]) -> None:
     for buffer in buffers:
         if isinstance(buffer.array, jax.Array) and buffer.array.sharding.device_set != devices:
             with private_api.x64():
-                buffer.array = put(buffer.array)
+                buffer.store(put(buffer.array))
 
 
 def placement_of(buffer: Buffer) -> jax.sharding.Sharding:

@@ -132,7 +132,7 @@ def _run_alone() -> None:
         flush()
         for buffer in made:
             if id(buffer.array) in arrays:
-                buffer.array = memory_layout.copy(buffer.array)
+                buffer.store(memory_layout.copy(buffer.array))
             arrays.add(id(buffer.array))
 
 
