@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from operator import is_
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter, is_, itemgetter
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from xla_amp.backends import held, initial_state
-from xla_amp.lazy.capture.values import NOWHERE, Entry, Reading, Slot, Tensor, bound, plain
+from xla_amp.lazy.capture.values import NOWHERE, Entry, Reading, Slot, bound, plain, same
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.tensors import tensor_io
 
@@ -55,21 +55,28 @@ class _Objects(Reading):
             for key, label, owner in modules or new:  # optimizers last, when most of their tensors have a position
                 self._object(owner, label)
                 known.add(key)
-        self.buffers = _buffers_of(self.tensors)
+        self._plain = [each.tensor for each in self.tensors]
+        self.buffers = _buffers_of(self._plain)
         self.parameters = {id(each.tensor): each.tensor for each in self.tensors if _may_have_gradient(each.tensor)}
-        self._seen = self._now()
+        self._names = self._named()
+        self._seen = [*self._now()]
 
     def is_current(self, given: dict[int, tuple[str, Any]]) -> bool:
         """Whether reading `given` now would find the same."""
-        now = [*self._now(), *_buffers_of(self.tensors)]
-        seen = [*self._seen, *self.buffers]
-        return self._given == list(given) and len(now) == len(seen) and all(map(is_, now, seen))
+        if self._given != list(given) or any(self.empty) or not same(self._named(), self._names):
+            return False
+        return all(map(is_, self._now(), self._seen))
 
-    def _now(self) -> list[Any]:
-        """All that is seen by identity; a float of an optimizer may be another one."""
-        types = (type(owner) for _, owner in self.objects.values())
+    def _named(self) -> list[str]:
+        """All that is seen by equality, which is faster."""
+        return [*itertools.chain.from_iterable(self.named)]
+
+    def _now(self) -> Iterator[Any]:
+        """All that is seen by identity; a float of an optimizer may be another one.  The last one marks the end."""
+        types = map(type, map(itemgetter(1), self.objects.values()))
         options = (float if _is_float(value) else value for group in self._groups for value in group.values())
-        return [*types, *options, *itertools.chain.from_iterable(self.watched)]
+        watched = itertools.chain.from_iterable(self.watched)
+        return itertools.chain(types, options, watched, map(_buffer, map(_storage, self._plain)), (_END,))
 
     def _object(self, owner: Any, label: str) -> None:
         space = vars(owner)
@@ -176,7 +183,8 @@ class Snapshot:
     """The state at one call, and its arguments: what is compared, and the tensors by position."""
 
     def __init__(self, modes: list[Entry], fresh: Reading, objects: _Objects) -> None:
-        loose = {id(each.tensor): each.tensor for each in fresh.tensors if _may_have_gradient(each.tensor)}
+        given = [each.tensor for each in fresh.tensors]
+        loose = {id(tensor): tensor for tensor in given if _may_have_gradient(tensor)}
         self.tensors = [*fresh.tensors, *objects.tensors]
         self.parameters = list({**objects.parameters, **loose}.values())
         self.gradients = [parameter.grad for parameter in self.parameters]
@@ -184,17 +192,17 @@ class Snapshot:
         of_gradients = [
             None if each is None or each.is_sparse else tensor_io.buffer_of(each) for each in self.gradients
         ]
-        self.buffers: list[Buffer | None] = [*_buffers_of(fresh.tensors), *objects.buffers, *of_gradients]
+        self.buffers: list[Buffer | None] = [*_buffers_of(given), *objects.buffers, *of_gradients]
         """By position: of `tensors`, then of `gradients`."""
         self.options, self._schedules = objects.options, fresh.schedules
         self.numbers = numbers = [option.slot.value() for option in self.options]
-        hooks = [(each._backward_hooks, each._post_accumulate_grad_hooks) for each in self.parameters]
+        hooks = itertools.chain.from_iterable(map(_hooks, self.parameters))
         self.entries = [
             *modes,
             *fresh.entries(),
             *objects.entries(),
             ("which parameters require a gradient", [each.requires_grad for each in self.parameters]),
-            ("hooks of its parameters", [[*each.values()] for pair in hooks for each in pair if each]),
+            ("hooks of its parameters", [[*each.values()] for each in hooks if each]),
             ("which numbers of optimizers are equal or zero", [numbers.index(n) if n else -1 for n in numbers]),
             ("which tensors share memory", _shared(self.buffers)),
         ]
@@ -254,18 +262,22 @@ class State:
         return Snapshot(modes, fresh, objects)
 
 
-def _buffers_of(tensors: list[Tensor]) -> list[Buffer]:
+_END = object()
+_buffer, _hooks = attrgetter("_xla_amp"), attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_storage = torch.Tensor.untyped_storage
+
+
+def _buffers_of(tensors: list[torch.Tensor]) -> list[Buffer]:
     """The buffers of tensors on the device."""
-    storages: list[Any] = [each.tensor.untyped_storage() for each in tensors]
-    return [storage._xla_amp for storage in storages]
+    return [*map(_buffer, map(_storage, tensors))]
 
 
 def _shared(buffers: Sequence[Buffer | None]) -> list[tuple[int, int]]:
     """The positions of buffers that are at an earlier one too, each with that."""
+    if len({*buffers}) + max(buffers.count(None) - 1, 0) == len(buffers):
+        return []
     firsts = dict[Buffer | None, int]()
     found = list(map(firsts.setdefault, buffers, itertools.count()))
-    if len(firsts) + max(buffers.count(None) - 1, 0) == len(buffers):
-        return []
     return [(at, first) for at, first in enumerate(found) if at != first and buffers[at] is not None]
 
 

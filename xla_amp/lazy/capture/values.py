@@ -121,6 +121,10 @@ class Reading:
         """The counts of learning-rate schedules, which may change between calls and not in a call."""
         self.watched: list[Iterable[Any]] = []
         """Containers: the identity of their items tells whether reading them again would find the same."""
+        self.named: list[dict[str, Any]] = []
+        """Dicts whose values are watched, by the names of which the same is seen."""
+        self.empty: list[Any] = []
+        """Containers without items, such as most tables of hooks."""
 
     def entries(self) -> list[Entry]:
         """What is compared."""
@@ -165,7 +169,13 @@ class Reading:
 
     def watch(self, container: Any) -> None:
         """Adds a container to those that are watched."""
-        self.watched += (container, container.values()) if isinstance(container, dict) else (container,)
+        if not container:
+            self.empty.append(container)
+        elif isinstance(container, dict):
+            (self.named if set(map(type, container)) == {str} else self.watched).append(container)
+            self.watched.append(container.values())
+        else:
+            self.watched.append(container)
 
     def look(self, value: Any, label: str, slot: Slot, names: tuple[str, ...]) -> bool:
         """`add`, and of another object its attributes in `names`, and its tensors and objects of any name."""
