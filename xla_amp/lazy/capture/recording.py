@@ -16,14 +16,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from xla_amp.backends.trees import tree_leaves
-from xla_amp.common import events
 from xla_amp.lazy.capture.state import Snapshot, State
 from xla_amp.lazy.capture.values import NOWHERE, PLAIN, NotReplayableError, difference, is_dense, plain, view
 from xla_amp.lazy.graph.tape import nodes
-from xla_amp.lazy.graph.trace import Buffer, Spec, trace
+from xla_amp.lazy.graph.trace import Buffer, Spec
 from xla_amp.lazy.programs import execute, recompile_reasons
-from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lazy.programs.metrics import metrics
+from xla_amp.lazy.programs.observed import Run, observed
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.torch_integration import generator
@@ -69,9 +68,7 @@ class Recording:
         """The parameters where it matters whether they have a gradient before the call."""
         self.options: dict[int, int] = {}
         """Index of each lifted float of a fused optimizer -> the first number of an optimizer that equals it."""
-        self._ends: list[str] = []
-        """Where the user's code ended each program."""
-        self._generators = self._stepped = False
+        self._stepped = False
         before.release()
         state.objects = None
 
@@ -79,8 +76,7 @@ class Recording:
         """Calls the step, whose operations become one program, and returns its result."""
         self.begin, reads, seedings = generator.state(), metrics.host_syncs, generator.seedings
         with (
-            execute.flush_begins.subscribed(self._flushes),
-            execute.flush_ends.subscribed(self._flushed),
+            observed(self._source) as runs,
             torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: self._state.saw(module)),
             register_optimizer_step_pre_hook(self._steps),
             step_marker.paused(),
@@ -89,39 +85,30 @@ class Recording:
             execute.flush()
         self.end = generator.state()
         self._reads, self._seedings = metrics.host_syncs - reads, generator.seedings - seedings
+        self._runs = runs
+        for run in runs[:1]:
+            self._read(run)
+        for run in runs:
+            run.release()
         return result
 
     def _steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._state.saw(optimizer)
         self._stepped = True
 
-    def _flushes(self, parameters: list[Buffer], held: list[bool]) -> None:
-        """Before a program runs.  Arrays from the host are kept, so that no program takes their memory."""
-        self._ends.append(events.user_location())
-        self._generators = self._generators or bool(trace.generators)
-        self.held = list(held)
-        """Which parameters some tensor has at the end."""
-        self.sources = [self._source(buffer, is_held) for buffer, is_held in zip(parameters, held, strict=True)]
-
     def _source(self, buffer: Buffer, held: bool) -> Source:
+        """Where an input comes from.  Arrays from the host are kept, so that no program takes their memory."""
         reference = ref(buffer)
         from_host = not held and isinstance(buffer.array, jax.Array)
         return self._origins.get(reference, Buffer(buffer.spec, array=buffer.array) if from_host else reference)
 
-    def _flushed(self, program: XlaProgram, code: tuple[int, ...], targets: list[Buffer]) -> None:
-        """After `program` was dispatched."""
-        self.spent, self.donated = program.key.spent, program.donated
-        self.code, self.count, self.floats, self.ints = code, trace.count, list(trace.floats), list(trace.ints)
-        self.streams = list(trace.streams) or [generator.stream()]
-        self.parameter_numbers = list(trace.parameter_numbers)
-        self.final_numbers = [buffer.number for buffer in trace.parameters]
-        """Number of the value that each parameter has at the end."""
-        self.kept = [buffer.number for buffer in targets]
-        self._written = set(map(ref, targets))
-        inputs = set(map(id, trace.parameters))
+    def _read(self, run: Run) -> None:
+        self.run = run
+        self._written = set(map(ref, run.targets))
+        inputs = set(map(id, run.parameters))
         self.computed = [
-            Target(ref(each), each.spec, each.number, self._origins.get(ref(each)), each.array is None)
-            for each in targets
+            Target(ref(each), each.spec, number, self._origins.get(ref(each)), is_new)
+            for each, number, is_new in zip(run.targets, run.key.wanted, run.is_new, strict=True)
             if id(each) not in inputs
         ]
         new = {target.buffer: ~at for at, target in enumerate(self.computed) if target.is_new}
@@ -136,7 +123,7 @@ class Recording:
         """
         if (obstacle := self._obstacle(after)) is not None:
             raise NotReplayableError(obstacle)
-        read = {each for each in self.sources if isinstance(each, int)}
+        read = {each for each in self.run.inputs if isinstance(each, int)}
         for at, (before, buffer) in enumerate(zip(self._places, after.buffers, strict=True)):
             tensor, label, slot = after.at(at)
             now = None if buffer is None else ref(buffer)
@@ -154,21 +141,22 @@ class Recording:
                     self.reads.add(at - self.first_gradient)
         self.returned = [self._returned(each) for each in tree_leaves(result)]
         """An origin, or what a value is compared by, which is the same in each call."""
-        for node in (node for node in nodes(self.code) if node.instruction.name.startswith("_fused_")):
+        run = self.run
+        for node in (node for node in nodes(run.key.code) if node.instruction.name.startswith("_fused_")):
             for at in range(node.floats.start, node.floats.stop):
-                if self.floats[at] and self.floats[at] in after.numbers:
-                    self.options[at] = after.numbers.index(self.floats[at])
+                if run.floats[at] and run.floats[at] in after.numbers:
+                    self.options[at] = after.numbers.index(run.floats[at])
 
     def _obstacle(self, after: Snapshot) -> str | None:
         """What Python did in the call that a replay cannot repeat."""
-        if not self._ends:
+        if not self._runs or not self.run.key.code:
             return "it records nothing on the lazy device"
         if self._reads:
             what = "item(), print, an `if` on a tensor, or a result whose size depends on data"
-            return f"it reads a value on the host at {self._ends[0]} ({what})"
-        if len(self._ends) > 1:
-            return f"it ends a step at {self._ends[0]}, so it is more than one program"
-        if self._generators:
+            return f"it reads a value on the host at {self.run.where} ({what})"
+        if len(self._runs) > 1:
+            return f"it ends a step at {self.run.where}, so it is more than one program"
+        if self.run.generators:
             return "it draws from a torch.Generator; draw from the device's own (leave it out)"
         if self._seedings or self.begin[0] != self.end[0]:
             return "it seeds the random generator; seed it outside"
@@ -202,13 +190,15 @@ class Recording:
 
     def difference(self, other: Recording) -> str | None:
         """Why another call of this kind does not do the same, None if it does; options of optimizers may differ."""
-        if self.code != other.code:
-            return f"its calls differ: {recompile_reasons.difference(self.code, other.code) or 'another operation'}"
-        if self.ints != other.ints:
+        run, again = self.run, other.run
+        if run.key.code != again.key.code:
+            how = recompile_reasons.difference(run.key.code, again.key.code)
+            return f"its calls differ: {how or 'another operation'}"
+        if run.ints != again.ints:
             return "its calls differ: whole numbers in it change from call to call"
-        if self.kept != other.kept:
+        if run.key.wanted != again.key.wanted:
             return "its calls keep other values alive (a list that grows? gradients not dropped?)"
-        for old, new in zip(self.sources, other.sources, strict=True):
+        for old, new in zip(run.inputs, again.inputs, strict=True):
             if not _same(old, new):
                 return (
                     "it reads a tensor that is another one in each call; pass it as an argument, or name the object "
@@ -222,8 +212,8 @@ class Recording:
                 "it returns or binds a Python value or tensor that is another one in each call; return tensors and "
                 "constants, in tuples, lists and dictionaries"
             )
-        names = [node.instruction.name for node in nodes(other.code) for _ in range(node.instruction.floats)]
-        for at, (one, two) in enumerate(zip(self.floats, other.floats, strict=True)):
+        names = [node.instruction.name for node in nodes(again.key.code) for _ in range(node.instruction.floats)]
+        for at, (one, two) in enumerate(zip(run.floats, again.floats, strict=True)):
             if one != two and not (at in self.options and self.options[at] == other.options.get(at)):
                 return (
                     f"Python computes {two!r} for {names[at]}, a number that changes from call to call ({one!r} "

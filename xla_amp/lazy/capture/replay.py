@@ -34,11 +34,11 @@ class Replay:
         difference = earlier.difference(later)
         if difference is not None:
             raise NotReplayableError(difference)
-        self._recorded = later
+        self._recorded, run = later, later.run
         self.options = dict(earlier.options.items() & later.options.items())
-        self._instructions = {node.instruction.id: node.instruction for node in nodes(later.code)}
+        self._instructions = {node.instruction.id: node.instruction for node in nodes(run.key.code)}
         """Kept here, as the cache of programs may drop the program, which the next call then makes again."""
-        sources = list(zip(later.sources, later.held, strict=True))
+        sources = list(zip(run.inputs, run.held, strict=True))
         self._positions = [at if isinstance(at, int) and held else None for at, held in sources]
         """The position of each input that is held there afterwards, too."""
         self._special = [index for index, position in enumerate(self._positions) if position is None]
@@ -47,7 +47,7 @@ class Replay:
         self._unbound = [at for at in self._bindings if at >= later.first_gradient or at in loose]
         """The bindings whose old tensor is let go before the program runs, which may use its memory."""
         seed, offset = later.begin
-        self._streams = [(None if s == seed else s, at - offset if s == seed else at) for s, at in later.streams]
+        self._streams = [(None if s == seed else s, at - offset if s == seed else at) for s, at in run.streams]
         self._draws = later.end[1] - offset
         items, structure = tree_flatten(result)
         self._structure = None if len(items) == 1 and items[0] is result else structure
@@ -82,7 +82,7 @@ class Replay:
         make = _maker(moved, computed)
         try:
             seed, offset = generator.state()
-            execute.flush(self._recorded.spent)
+            execute.flush(self._recorded.run.key.spent)
             if self._draws:
                 generator.set_state(seed, offset + self._draws)
         finally:
@@ -96,32 +96,32 @@ class Replay:
 
         A separate function: a variable that holds a parameter at the flush would count as a tensor that does.
         """
-        recorded, buffers = self._recorded, state.buffers
+        run, buffers = self._recorded.run, state.buffers
         found = [None if at is None else buffers[at] for at in self._positions]
         for index in self._special:
-            found[index] = _input(recorded.sources[index], buffers)
+            found[index] = _input(run.inputs[index], buffers)
         parameters = [buffer for buffer in found if buffer is not None]
         if len(parameters) < len(found) or {type(None), Poisoned}.intersection(map(type, map(_array, parameters))):
             return None
-        computed = [_output(target, buffers) for target in recorded.computed]
-        floats = list(recorded.floats)
+        computed = [_output(target, buffers) for target in self._recorded.computed]
+        floats = list(run.floats)
         for index, number in self.options.items():
             floats[index] = state.numbers[number]
         state.release()
         for at in self._unbound:
             slots[at].put(None)
         del found, buffers
-        _unshare([parameters[index] for index in recorded.donated])
-        for buffer, number in zip(parameters, recorded.final_numbers, strict=True):
+        _unshare([parameters[index] for index in run.donated])
+        for buffer, number in zip(parameters, run.final_numbers, strict=True):
             buffer.number = number
         trace.parameters.extend(parameters)
-        trace.parameter_numbers.extend(recorded.parameter_numbers)
+        trace.parameter_numbers.extend(run.numbers)
         trace.computed.extend(map(weakref.ref, computed))
         instructions.update(self._instructions)
-        trace.code.extend(recorded.code)
-        trace.count = recorded.count
+        trace.code.extend(run.key.code)
+        trace.count = run.count
         trace.floats.extend(floats)
-        trace.ints.extend(recorded.ints)
+        trace.ints.extend(run.ints)
         seed, offset = generator.state()
         trace.streams.extend((seed, offset + at) if s is None else (s, at) for s, at in self._streams)
         return computed

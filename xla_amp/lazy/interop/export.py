@@ -13,15 +13,14 @@ import numpy as np
 import torch
 
 from xla_amp.backends import base, trees
-from xla_amp.common import arguments, events
+from xla_amp.common import arguments
 from xla_amp.errors import CaptureError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.trace import Buffer, trace
+from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.interop.locations import Locations
 from xla_amp.lazy.programs import execute, pjrt
-from xla_amp.lazy.programs.compile import XlaProgram, build
+from xla_amp.lazy.programs.observed import Run, observed
 from xla_amp.lazy.tensors import tensor_io
-from xla_amp.lazy.torch_integration import generator
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,129 +107,53 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
         buffer = tensor_io.buffer_of(tensor)
         names.setdefault(id(buffer), name if tensor_io.is_whole(tensor) else f"storage of {name}")
         holders.append(buffer)
-    recorder = _RunObserver()
     locations = Locations()
-    with recorder:
+    with observed(lambda parameter, _: np.array(parameter.array)) as runs:
         with locations:
             result = step(*args, **kwargs)
         execute.sync()
-    run = recorder.only()
-    program = _located(run, locations)
+    run = _only(runs)
     returned = [
         ("output" + trees.keystr(path), leaf)
         for path, leaf in trees.tree_flatten_with_path(result)[0]
         if _is_lazy(leaf)
     ]
     given = [names[id(tensor_io.buffer_of(tensor))] for tensor in _tensors((args, kwargs))]
-    return _assemble(run, program, names, list(dict.fromkeys(given)), returned)
+    return _assemble(run, locations, names, list(dict.fromkeys(given)), returned)
 
 
-@dataclasses.dataclass(kw_only=True)
-class _ObservedRun:
-    program: XlaProgram
-    parameters: list[Buffer]
-    initial: list[np.ndarray[Any, Any]]
-    targets: list[Buffer]
-    floats: list[float]
-    ints: list[int]
-    """(seed, offset) of each stream, then the lifted integers."""
-    lifted: int
-    """How many integers are lifted ones."""
-    numbers: list[int]
-    """Numbers of the parameters in the trace."""
-    where: str
-    """The user's ``file:line`` that ended it."""
-
-
-class _RunObserver:
-    """Observes the programs that run inside a block."""
-
-    def __init__(self) -> None:
-        self.runs: list[_ObservedRun] = []
-
-    def __enter__(self) -> None:
-        execute.flush_begins.subscribe(self.before)
-        execute.flush_ends.subscribe(self.after)
-
-    def __exit__(self, *_: Any) -> None:
-        execute.flush_begins.unsubscribe(self.before)
-        execute.flush_ends.unsubscribe(self.after)
-
-    def before(self, parameters: list[Buffer], held: list[bool]) -> None:
-        """Called before a program runs: copies its inputs, which it may overwrite."""
-        self._initial = [np.array(parameter.array) for parameter in parameters]
-        streams = list(trace.streams) or [generator.stream()]
-        self._ints = [*(word for stream in streams for word in stream), *trace.ints]
-        self._floats = list(trace.floats)
-
-    def after(self, program: XlaProgram, code: tuple[int, ...], targets: list[Buffer]) -> None:
-        """Called after `program` was dispatched."""
-        parameters, targets = list(trace.parameters), list(targets)
-        run = _ObservedRun(
-            program=program,
-            parameters=parameters,
-            initial=self._initial,
-            targets=targets,
-            floats=self._floats,
-            ints=self._ints,
-            lifted=len(trace.ints),
-            numbers=list(trace.parameter_numbers),
-            where=events.user_location(),
-        )
-        self.runs.append(run)
-
-    def only(self) -> _ObservedRun:
-        """The one program that ran."""
-        if len(self.runs) == 1:
-            return self.runs[0]
-        if not self.runs:
-            raise CaptureError("export(): the call recorded nothing on the lazy device; are its tensors there?")
+def _only(runs: list[Run]) -> Run:
+    """The one program that ran."""
+    if not runs:
+        raise CaptureError("export(): the call recorded nothing on the lazy device; are its tensors there?")
+    if len(runs) > 1:
         raise CaptureError(
-            f"export(): the call ran {len(self.runs)} programs; expected one. The first ended at {self.runs[0].where}. "
+            f"export(): the call ran {len(runs)} programs; expected one. The first ended at {runs[0].where}. "
             "Take .item(), print, `if tensor:` and sync() out of it, or export its parts"
         )
-
-
-def _located(run: _ObservedRun, locations: Locations) -> XlaProgram:
-    """The program that ran, with modules and lines as locations; it is traced only, and kept in no cache."""
-    specs = [parameter.spec for parameter in run.parameters]
-    streams = (len(run.ints) - run.lifted) // 2
-    counts = len(run.floats), run.lifted
-    places = locations.of(run.program.key.code)
-    with private_api.x64():
-        return build(run.program.key, run.numbers, specs, counts, streams, pjrt.platform(), places)
+    return runs[0]
 
 
 def _assemble(
-    run: _ObservedRun, program: XlaProgram, names: dict[int, str], arguments: list[str], returned: list[tuple[str, Any]]
+    run: Run, locations: Locations, names: dict[int, str], arguments: list[str], returned: list[tuple[str, Any]]
 ) -> Exported:
-    changed = [
-        index for index, target in enumerate(run.targets) if any(target is parameter for parameter in run.parameters)
-    ]
-    written = {id(run.targets[index]) for index in changed}
+    parameters = {id(parameter): index for index, parameter in enumerate(run.parameters)}
+    changed = [index for index, target in enumerate(run.targets) if id(target) in parameters]
     label = {i: names.get(id(parameter)) for i, parameter in enumerate(run.parameters)}
-    for index, parameter in enumerate(run.parameters):
-        if label[index] is None and id(parameter) in written:
-            label[index] = f"value {index}"
+    for index in (parameters[id(run.targets[each])] for each in changed):
+        label[index] = label[index] or f"value {index}"
     order = sorted((i for i in label if label[i] is not None), key=lambda i: _rank(label[i], arguments))
-    indices = {parameter: index for index, parameter in enumerate(order)}
-    inputs = tuple(_value(str(label[i]), run.initial[i]) for i in order)
-    floats, ints = np.array(run.floats, np.float64), np.array(run.ints, np.int64)
+    inputs = tuple(_value(str(label[i]), run.inputs[i]) for i in order)
     given = [(name, tensor, tensor_io.buffer_of(tensor)) for name, tensor in returned]
+    key = dataclasses.replace(run.key, spent=())
+    function = run.function([run.parameters[i] for i in order], key, locations.of(key.code))
+    ints = np.array([*function.streams.reshape(-1), *function.ints], np.int64)
 
     def program_of_step(*values: jax.Array) -> list[jax.Array]:
-        parameters = [
-            values[indices[i]] if i in indices else jnp.asarray(run.initial[i]) for i in range(len(run.parameters))
-        ]
-        results = program.nested(
-            [parameters[i] for i in program.donated],
-            [parameters[i] for i in program.kept],
-            jnp.asarray(floats),
-            jnp.asarray(ints),
-        )
-        targets = [results[index] if index >= 0 else parameters[~index] for index in program.outputs]
-        by_buffer = {id(parameter): value for parameter, value in zip(run.parameters, parameters, strict=True)}
-        by_buffer.update((id(target), value) for target, value in zip(run.targets, targets, strict=True))
+        targets = function(values, jnp.asarray(function.floats), jnp.asarray(ints))
+        by_buffer: dict[int, Any] = dict(zip(map(id, run.parameters), map(jnp.asarray, run.inputs), strict=True))
+        by_buffer.update(zip((id(run.parameters[i]) for i in order), values, strict=True))
+        by_buffer.update(zip(map(id, run.targets), targets, strict=True))
         returned_values = [tensor_io.view_of(by_buffer[id(buffer)], tensor) for _, tensor, buffer in given]
         return [*returned_values, *(targets[index] for index in changed)]
 
@@ -242,8 +165,7 @@ def _assemble(
         structs = [jax.ShapeDtypeStruct(each.shape, each.initial.dtype) for each in inputs]  # type: ignore[union-attr]
         platform = {"gpu": "cuda"}.get(pjrt.platform(), pjrt.platform())
         exported = jax.export.export(jax.jit(program_of_step, keep_unused=True), platforms=[platform])(*structs)
-    index_of = {id(parameter): i for i, parameter in enumerate(run.parameters)}
-    new_values = [f"new {label[index_of[id(run.targets[index])]]}" for index in changed]
+    new_values = [f"new {label[parameters[id(run.targets[index])]]}" for index in changed]
     outputs = tuple(
         ExportedValue(name=name, shape=tuple(aval.shape), dtype=aval.dtype.name)
         for name, aval in zip([name for name, _ in returned] + new_values, exported.out_avals, strict=True)

@@ -19,8 +19,9 @@ from xla_amp.backends import base, trees
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH
 from xla_amp.lazy.interop.arrays import array_behind
-from xla_amp.lazy.interop.functionalize import FunctionTrace, PureFunction
+from xla_amp.lazy.interop.functionalize import FunctionTrace, evaluate
 from xla_amp.lazy.interop.torch_function import has_64_bits
+from xla_amp.lazy.programs.observed import Function
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration.device import device
 
@@ -231,7 +232,7 @@ class _BackwardFunction:
     """The backward part, and how JAX's cotangents map to its inputs; equal to others of the same trace."""
 
     def __init__(
-        self, function: PureFunction, roots: tuple[int, ...], dtypes: tuple[Any, ...], found: tuple[bool, ...]
+        self, function: Function, roots: tuple[int, ...], dtypes: tuple[Any, ...], found: tuple[bool, ...]
     ) -> None:
         self._function = function
         self._roots = roots
@@ -243,7 +244,7 @@ class _BackwardFunction:
         given = [cotangents[index] for index in self._roots]
         with private_api.x64():
             given = [x.astype(dtype) for x, dtype in zip(given, self._dtypes, strict=True)]
-            outputs = iter(self._function([*saved, *given], words if self._function.draws else None))
+            outputs = iter(evaluate(self._function, [*saved, *given], words))
         return [next(outputs) if found else None for found in self._found]
 
     def __eq__(self, other: object) -> bool:
@@ -254,19 +255,20 @@ class _BackwardFunction:
 
     def _identity(self) -> Any:
         function = self._function
-        numbers = function.floats.tobytes(), function.ints.tobytes(), function.streams.tobytes()
+        streams = function.streams - function.streams[0]
+        numbers = function.floats.tobytes(), function.ints.tobytes(), streams.tobytes()
         constants = tuple(map(id, function.constants))
         return id(function.program), function.arguments, constants, numbers, self._roots, self._dtypes, self._found
 
 
 def _run(
-    function: PureFunction, values: Sequence[Any], words: Any, dtypes: Sequence[torch.dtype], whole: bool = False
+    function: Function, values: Sequence[Any], words: Any, dtypes: Sequence[torch.dtype], whole: bool = False
 ) -> list[Any]:
     if function.draws and words is None:
         raise TypeError("the module draws random numbers; pass a key, fn(params, ..., rng=key), or call module.eval()")
     with private_api.x64():
         wide = [x.astype(TO_NUMPY[dtype]) for x, dtype in zip(values, dtypes, strict=True)]
-        outs = function(wide, words if function.draws else None)
+        outs = evaluate(function, wide, words)
     return outs if whole else _narrow(outs)
 
 

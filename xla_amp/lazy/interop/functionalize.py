@@ -6,8 +6,7 @@ also takes the values of the forward part that it needs.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -19,11 +18,12 @@ import torch
 from xla_amp.common.events import Place
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.tape import Position, Tape, nodes
-from xla_amp.lazy.graph.trace import Buffer, Poisoned, Spec, add_parameter, spec, trace
+from xla_amp.lazy.graph.tape import BEGIN, Position, Tape
+from xla_amp.lazy.graph.trace import Buffer, Poisoned, add_parameter, spec, trace
 from xla_amp.lazy.interop.locations import Locations
-from xla_amp.lazy.programs import execute, pjrt
-from xla_amp.lazy.programs.compile import Key, XlaProgram, build
+from xla_amp.lazy.programs import execute
+from xla_amp.lazy.programs.compile import Key
+from xla_amp.lazy.programs.observed import Function, Run
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.torch_integration import generator
@@ -40,35 +40,16 @@ def _refuse_flush(parameters: list[Buffer], held: list[bool]) -> None:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PureFunction:
-    """A trace, or a part of one, as a function of arrays."""
-
-    program: XlaProgram
-    arguments: tuple[int, ...]
-    """Per parameter of the program: its index among the arguments, or ``~index`` among `constants`."""
-    constants: tuple[jax.Array, ...]
-    floats: np.ndarray[Any, Any]
-    ints: np.ndarray[Any, Any]
-    streams: np.ndarray[Any, Any]
-    """Offsets of the random streams, each a (seed, offset) pair relative to that of the first one."""
-    draws: bool
-    """Whether anything is random."""
-
-    def __call__(self, values: Sequence[Any], words: Any = None) -> list[Any]:
-        """The wanted values; `words` are seed and offset of random draws (64-bit types must be on)."""
-        parameters = [values[index] if index >= 0 else self.constants[~index] for index in self.arguments]
-        # JAX lowers the creation of a key later, when 64-bit types are off again: a seed must not need them.
-        small = self.draws and bool(np.all(abs(self.ints) < 2**31))
-        integer = np.int32 if small else np.int64
-        streams = [_scalar(word, integer) for word in self.streams.reshape(-1)]
-        if words is not None:
-            streams = [word + words[index % 2].astype(integer) for index, word in enumerate(streams)]
-        ints = _vector([*streams, *(_scalar(value, integer) for value in self.ints)], integer)
-        floats = _vector([_scalar(value, np.float64) for value in self.floats], np.float64)
-        program = self.program
-        outputs = program.nested([], [parameters[index] for index in program.kept], floats, ints)
-        return [outputs[index] if index >= 0 else parameters[~index] for index in program.outputs]
+def evaluate(function: Function, values: Sequence[Any], words: Any = None) -> list[Any]:
+    """The values of a function; `words` are seed and offset of random draws (64-bit types must be on)."""
+    # JAX lowers the creation of a key later, when 64-bit types are off again: a seed must not need them.
+    small = function.draws and bool(np.all(abs(function.ints) < 2**31))
+    integer = np.int32 if small else np.int64
+    streams = [_scalar(word, integer) for word in (function.streams - function.streams[0]).reshape(-1)]
+    if words is not None and function.draws:
+        streams = [word + words[index % 2].astype(integer) for index, word in enumerate(streams)]
+    ints = _vector([*streams, *(_scalar(value, integer) for value in function.ints)], integer)
+    return function(values, _vector([_scalar(value, np.float64) for value in function.floats], np.float64), ints)
 
 
 def _scalar(value: Any, dtype: Any) -> jax.Array:
@@ -98,19 +79,22 @@ class FunctionTrace:
         with jax.ensure_compile_time_eval():  # earlier operations are not part of what JAX traces
             execute.flush()
         self._state = generator.state()
-        execute.flush_begins.subscribe(_refuse_flush)
-        self._paused = step_marker.paused()
-        self._paused.__enter__()
-        self._limit, trace.limit = trace.limit, sys.maxsize
-        self._locations.__enter__()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._drop, trace.limit)
+            stack.enter_context(execute.flush_begins.subscribed(_refuse_flush))
+            stack.enter_context(step_marker.paused())
+            trace.limit = sys.maxsize
+            stack.enter_context(self._locations)
+            self._exit = stack.pop_all()
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self._locations.__exit__(*_)
-        execute.flush_begins.unsubscribe(_refuse_flush)
-        self._paused.__exit__(None, None, None)
+    def __exit__(self, *error: Any) -> None:
+        self._exit.__exit__(*error)
+
+    def _drop(self, limit: int) -> None:
+        """Empties the trace."""
         with trace.lock:
-            trace.limit = self._limit
+            trace.limit = limit
             for reference in trace.computed:
                 buffer = reference()
                 if buffer is not None and buffer.number >= 0:
@@ -142,13 +126,12 @@ class FunctionTrace:
         self._split = Position.now()
         self._forward_arguments = len(self._buffers)
 
-    def whole(self, wanted: Sequence[torch.Tensor]) -> PureFunction:
+    def whole(self, wanted: Sequence[torch.Tensor]) -> Function:
         """The trace as a function from the arguments to the values of `wanted`."""
-        numbers = _numbers(wanted)
-        code, places = list(trace.code), self._locations.of(trace.code)
-        return _pure_function([], code, places, numbers, trace.parameters, trace.floats, trace.ints, self._buffers)
+        places = self._locations.of(trace.code)
+        return _function([], trace.code, places, _numbers(wanted), BEGIN, Position.now(), self._buffers)
 
-    def halves(self, results: Sequence[int], wanted: Sequence[torch.Tensor]) -> tuple[PureFunction, PureFunction]:
+    def halves(self, results: Sequence[int], wanted: Sequence[torch.Tensor]) -> tuple[Function, Function]:
         """The two parts.
 
         Args:
@@ -167,33 +150,17 @@ class FunctionTrace:
         read = [*second.earlier(), *(number for number in numbers if 0 <= number < at.values)]
         saved = {number: index for index, number in enumerate(dict.fromkeys(read))}
         specs = first.specs()
-        forward = _pure_function(
-            [],
-            first.code,
-            self._locations.of(first.code),
-            [*results, *saved],
-            trace.parameters[: at.parameters],
-            trace.floats[: at.floats],
-            trace.ints[: at.ints],
-            self._buffers[: self._forward_arguments],
-        )
+        places = self._locations.of(first.code)
+        arguments, others = self._buffers[: self._forward_arguments], self._buffers[self._forward_arguments :]
+        forward = _function([], first.code, places, [*results, *saved], BEGIN, at, arguments)
 
         def renumbered(number: int) -> int:
             return saved[number] if number < at.values else number - at.values + len(saved)
 
         code = second.renumbered(renumbered)
+        places, wanted_numbers = self._locations.of(code, at.code), [renumbered(number) for number in numbers]
         before = [Buffer(specs[number]) for number in saved]  # type: ignore[arg-type]
-        backward = _pure_function(
-            before,
-            code,
-            self._locations.of(code, at.code),
-            [renumbered(number) for number in numbers],
-            trace.parameters[at.parameters :],
-            trace.floats[at.floats :],
-            trace.ints[at.ints :],
-            self._buffers[self._forward_arguments :],
-        )
-        return forward, backward
+        return forward, _function(before, code, places, wanted_numbers, at, Position.now(), others)
 
     def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Numbers of the tensors' current values in the trace."""
@@ -205,63 +172,24 @@ def _numbers(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [tensor_io.read(tensor)[0] for tensor in tensors]
 
 
-def _pure_function(
+def _function(
     before: Sequence[Buffer],
     code: Sequence[int],
     places: tuple[Place | None, ...],
     wanted: Sequence[int],
-    parameters: Sequence[Buffer],
-    floats: Sequence[float],
-    ints: Sequence[int],
+    begin: Position,
+    end: Position,
     arguments: Sequence[Buffer],
-) -> PureFunction:
-    full = (*(buffer.spec.parameter.id for buffer in before), *code)
-    index = {id(buffer): index for index, buffer in enumerate((*before, *arguments))}
-    indices: list[int] = []
-    constants: list[Any] = []
-    for buffer in (*before, *parameters):
-        found = index.get(id(buffer))
-        if found is None:
-            found = ~len(constants)
-            constants.append(buffer.array)
-        indices.append(found)
-    if trace.generators:
+) -> Function:
+    """The part of the trace between two positions; `before` are earlier values, the first arguments."""
+    run = Run.now(lambda parameter, _: parameter.array)
+    if run.generators:
         raise EngineError(
             "a function called from JAX cannot draw from a torch.Generator, whose state would not advance with its "
             "calls: leave `generator` out, so that the function's key decides"
         )
-    streams = np.array(trace.streams or [generator.stream()], np.int64)
-    program = _program(
-        full,
-        (*(None for _ in before), *places),
-        tuple(wanted),
-        tuple(buffer.spec for buffer in (*before, *parameters)),
-        len(floats),
-        len(ints),
-        len(streams),
-    )
-    return PureFunction(
-        program=program,
-        arguments=tuple(indices),
-        constants=tuple(constants),
-        floats=np.array(floats, np.float64),
-        ints=np.array(ints, np.int64),
-        streams=streams - streams[0],
-        draws=any(node.instruction.random for node in nodes(full)),
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _program(
-    code: tuple[int, ...],
-    places: tuple[Place | None, ...],
-    wanted: tuple[int, ...],
-    specs: tuple[Spec, ...],
-    floats: int,
-    ints: int,
-    streams: int,
-) -> XlaProgram:
-    key = Key(code=code, wanted=wanted, spent=())
-    parameters = [node.first for node in nodes(code) if node.is_parameter]
-    with private_api.x64():
-        return build(key, parameters, specs, (floats, ints), streams, pjrt.platform(), places)
+    run.parameters = [*before, *run.parameters[begin.parameters : end.parameters]]
+    run.inputs = [*(None for _ in before), *run.inputs[begin.parameters : end.parameters]]
+    run.floats, run.ints = run.floats[begin.floats : end.floats], run.ints[begin.ints : end.ints]
+    key = Key(code=(*(buffer.spec.parameter.id for buffer in before), *code), wanted=tuple(wanted), spent=())
+    return run.function([*before, *arguments], key, (*(None for _ in before), *places))
