@@ -331,3 +331,20 @@ def test_an_optimizer_with_state_in_attributes_and_by_name(device, every):
     found, replays = run(device, compiled=True)
     torch.testing.assert_close(found, run("cpu")[0])
     assert replays == (0 if every else 5)  # the first call begins without gradients
+
+
+def test_when_garbage_is_freed_makes_no_difference(device):
+    calls = iter([False, True, False, True, True])
+
+    def step(x):
+        cycle = [x * 2]
+        cycle.append(cycle)
+        del cycle
+        if next(calls):
+            gc.collect()
+        return x + 1
+
+    step, x = xla_amp.compile(step, strict=True), torch.ones(3, device=device)
+    assert [step(x).tolist() for _ in range(4)] == [[2.0] * 3] * 4
+    assert step.replays == 2
+    assert gc.isenabled()

@@ -6,7 +6,9 @@ returned.  If two calls agree, the program of a third one is known up to its dat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
@@ -80,8 +82,10 @@ class Recording:
             torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: self._state.saw(module)),
             register_optimizer_step_pre_hook(self._steps),
             step_marker.paused(),
+            _young_garbage(),
         ):
             result = step(*args, **kwargs)
+            gc.collect(0)  # values that only cycles hold: when Python frees them differs from call to call
             execute.flush()
         self.end = generator.state()
         self._reads, self._seedings = metrics.host_syncs - reads, generator.seedings - seedings
@@ -220,6 +224,18 @@ class Recording:
                     "before); keep it in a tensor on the device, or pass it as one"
                 )
         return None
+
+
+@contextlib.contextmanager
+def _young_garbage() -> Iterator[None]:
+    """Context manager: objects that are made inside stay in the generation of the garbage collector that is cheap."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _same(old: Source, new: Source) -> bool:
