@@ -143,12 +143,12 @@ def observed(keep: Callable[[Buffer, bool], Any]) -> Iterator[list[Run]]:
     """
     runs: list[Run] = []
 
-    def begins(_: list[Buffer], held: list[bool]) -> None:
+    def begins(parameters: list[Buffer], held: list[bool]) -> None:
         runs.append(Run.now(keep, held))
         runs[-1].where = events.user_location()
 
-    with (
-        execute.flush_begins.subscribed(begins),
-        execute.flush_ends.subscribed(lambda program, _, targets: runs[-1].ended(program, targets)),
-    ):
+    def ends(program: XlaProgram, code: tuple[int, ...], targets: list[Buffer]) -> None:
+        runs[-1].ended(program, targets)
+
+    with execute.flush_begins.subscribed(begins), execute.flush_ends.subscribed(ends):
         yield runs
