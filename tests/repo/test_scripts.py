@@ -132,3 +132,9 @@ def test_the_default_run_has_each_row_of_a_matrix_once():
     assert len(everything) == math.prod(map(len, sides))
     assert [set(side) for side in zip(*default, strict=True)] == sides
     assert len(default) == max(map(len, sides))
+
+
+def test_each_mutation_changes_its_file():
+    for row in tomllib.loads((ROOT / "scripts/code_mutations.toml").read_text())["mutation"]:
+        assert (ROOT / row["file"]).read_text().count(row["old"]) == 1, row["name"]
+        assert row["new"] != row["old"] and any((ROOT / tests).exists() for tests in row["tests"]), row["name"]
