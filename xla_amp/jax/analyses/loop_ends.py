@@ -20,15 +20,22 @@ def ends_by_floats(eqn: Any, policy: Policy, *, low_carry: bool) -> bool:
 
     `low_carry`: whether what it carries may be low.
     """
+    condition, body = _functions(eqn)
+    constants = tuple(eqn.params[name] for name in ("cond_nconsts", "body_nconsts"))
+    return _ends_by_floats(body, condition, constants, policy, low_carry)
+
+
+@per_jaxpr
+def _ends_by_floats(body: Any, condition: Any, constants: tuple[int, int], policy: Policy, low_carry: bool) -> bool:
     inside = _Inside(policy, low_carry)
-    inside.loop(eqn, low=True)
+    inside.iterations(body, condition, constants, low=True)
     values = LoopValues(
         sources=lambda value: inside.sources.get(value, ()),
         is_float=_is_float,
         compares=inside.comparisons.__contains__,
         is_low=inside.low.__contains__,
     )
-    deciding = values.deciding(compat.variables(eqn.params["cond_jaxpr"].jaxpr.outvars))
+    deciding = values.deciding(compat.variables(condition.outvars))
     return bool(deciding) and (low_carry or values.follow_low(deciding))
 
 
@@ -41,6 +48,11 @@ def solves(jaxpr: Any, policy: Policy, low_carry: bool) -> bool:
         for node in nodes(jaxpr)
         if node.inside
     )
+
+
+def _functions(eqn: Any) -> tuple[Any, Any]:
+    """The condition and the body of a ``while``."""
+    return eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
 
 
 def _is_float(atom: Any) -> bool:
@@ -67,6 +79,9 @@ class _Inside:
     def _enter(self, jaxpr: Any, given: Sequence[Any], made: Sequence[Any], low: bool) -> None:
         self._join(jaxpr.invars, given)
         self._join(made, jaxpr.outvars[: len(made)])
+        self._visit(jaxpr, low)
+
+    def _visit(self, jaxpr: Any, low: bool) -> None:
         if (jaxpr, low) not in self._seen:
             self._seen.add((jaxpr, low))
             for node in nodes(jaxpr):
@@ -97,13 +112,19 @@ class _Inside:
 
     def loop(self, eqn: Any, low: bool) -> None:
         """Adds a ``while``; `low`: whether what is inside may be low."""
-        condition, body = (eqn.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
+        condition, body = _functions(eqn)
         of_condition, of_body, carry = rebind.looped(eqn.params, eqn.invars)
-        self._carried(body, carry, body.invars[len(of_body) :], eqn.outvars)
-        self._join(condition.invars[len(of_condition) :], body.outvars)
-        self._enter(condition, [*of_condition, *carry], (), low)
-        self._enter(body, [*of_body, *carry], eqn.outvars, low)
-        self._join(eqn.outvars, condition.outvars * len(eqn.outvars))
+        self.iterations(body, condition, (len(of_condition), len(of_body)), low)
+        self._join(condition.invars, [*of_condition, *carry])
+        self._join(body.invars, [*of_body, *carry])
+        for sources in (carry, body.outvars, condition.outvars * len(eqn.outvars)):
+            self._join(eqn.outvars, sources)
+
+    def iterations(self, body: Any, condition: Any, constants: tuple[int, int], low: bool) -> None:
+        """Adds the functions of a ``while``, and what one iteration gives the next; `constants`: of each function."""
+        for function, count in zip((condition, body), constants, strict=True):
+            self._join(function.invars[count:], body.outvars)
+            self._visit(function, low)
 
     def _carried(self, body: Any, carry: Sequence[Any], arguments: Sequence[Any], made: Sequence[Any]) -> None:
         self._join(arguments, body.outvars[: len(carry)])
