@@ -21,8 +21,8 @@ def ends_by_floats(eqn: Any, policy: Policy, *, low_carry: bool) -> bool:
     `low_carry`: whether what it carries may be low.
     """
     condition, body = _functions(eqn)
-    constants = tuple(eqn.params[name] for name in ("cond_nconsts", "body_nconsts"))
-    return _ends_by_floats(body, condition, constants, policy, low_carry)
+    of_condition, of_body, _ = rebind.looped(eqn.params, eqn.invars)
+    return _ends_by_floats(body, condition, (len(of_condition), len(of_body)), policy, low_carry)
 
 
 @per_jaxpr
@@ -93,7 +93,8 @@ class _Inside:
             self.loop(eqn, low and not ends_by_floats(eqn, self._policy, low_carry=self._low_carry))
         elif kind == "scan":
             body, (_, carry, _) = rebind.inner(eqn.params).jaxpr, rebind.scanned(eqn.params, eqn.invars)
-            self._carried(body, carry, rebind.scanned(eqn.params, body.invars)[1], eqn.outvars)
+            self._join(rebind.scanned(eqn.params, body.invars)[1], body.outvars[: len(carry)])
+            self._join(eqn.outvars[: len(carry)], carry)
             self._enter(body, eqn.invars, eqn.outvars, low)
         elif kind == "cond":
             for branch in eqn.params["branches"]:
@@ -125,10 +126,6 @@ class _Inside:
         for function, count in zip((condition, body), constants, strict=True):
             self._join(function.invars[count:], body.outvars)
             self._visit(function, low)
-
-    def _carried(self, body: Any, carry: Sequence[Any], arguments: Sequence[Any], made: Sequence[Any]) -> None:
-        self._join(arguments, body.outvars[: len(carry)])
-        self._join(made[: len(carry)], carry)
 
 
 _CALLS = frozenset(

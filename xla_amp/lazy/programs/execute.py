@@ -307,9 +307,7 @@ def _commit(run: _Flush) -> None:
     generator.advance(trace.draws)
     for buffer, position in zip(run.targets, program.outputs, strict=True):
         value = outputs[position] if position >= 0 else arrays[~position]
-        buffer.array = value
-        if buffer.external is not None:
-            buffer.store(value)
+        buffer.store(value)
         if (known := trace.known.get(buffer.number)) is not None and dtypes.is_kept(known):
             dtypes.keep(value, known)
     add_pending(functools.partial(_values_of, list(map(weakref.ref, run.targets))))
@@ -425,7 +423,7 @@ def _restore(targets: list[Buffer], arrays: list[Any], reason: XlaAmpError, rest
     for buffer in targets:
         old = buffer.array
         if buffer.number in values and (contained or old is None):
-            buffer.array = values[buffer.number]
+            buffer.store(values[buffer.number])
         elif old is None:
             origin = lost.get(buffer.number, reason)
             buffer.store(Poisoned(f"this tensor was to be computed by a step that failed: {origin}"))
