@@ -416,14 +416,6 @@ def test_the_choice_says_what_each_form_objected_to_and_takes():
     }
 
 
-def test_choices_are_kept_for_the_newest_calls(monkeypatch):
-    monkeypatch.setattr(forms, "_chosen", {})
-    monkeypatch.setattr(forms, "_KEPT", 2)
-    for rows in (100, 200, 100, 300):
-        sdpa.form_of(example(platform="cpu", rows=rows))
-    assert [choice.call.split(", ")[1] for choice in forms.chosen()] == ["100 rows", "300 rows"]
-
-
 def test_the_operation_takes_the_form_that_suits_in_both_passes(monkeypatch):
     monkeypatch.setattr(blocked, "BLOCK", 8)
     query, key, value, grad = made(jnp.float64, 1, 2, 2, 20, 12, 8, 8)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from harness import check, sample, together
 
-from xla_amp.lowering.nn import axis_map, pooling
+from xla_amp.lowering.nn import pooling
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 aten = torch.ops.aten
@@ -136,27 +136,7 @@ def test_fractional_windows(spatial: tuple[int, ...], window: list[int], rows: l
     check(f"{name}_backward", sample(*y.shape, seed=1), x, window, rows, indices)
 
 
-def test_axis_map_transpose_is_the_transpose() -> None:
-    maps = [
-        axis_map.windows(9, 4, 3, 2, 1),
-        axis_map.windows(9, 9, 1, 1, 0),
-        axis_map.windows(12, 4, 3, 3, 0),
-        axis_map.adaptive_windows(9, 4),
-        axis_map.adaptive_windows(3, 6),
-    ]
-    for one in maps:
-        matrix = one.apply(np.eye(one.extent, dtype=np.float32), 0)
-        transposed = one.transpose().apply(np.eye(len(matrix), dtype=np.float32), 0)
-        np.testing.assert_array_equal(transposed, matrix.T)
-
-
 # -- interpolation ----------------------------------------------------------------------------------------------------
-
-
-def test_upsample_halves() -> None:
-    for name, align in (("upsample_nearest2d", ()), ("upsample_bilinear2d", (False,))):
-        check(name, sample(1, 2, 4, 5, dtype=BF16), [8, 7], *align, wide=True)
-        check(f"{name}_backward", sample(1, 2, 8, 7, dtype=BF16), [8, 7], [1, 2, 4, 5], *align, wide=True)
 
 
 def test_upsample_by_factors() -> None:

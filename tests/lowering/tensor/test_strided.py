@@ -118,12 +118,6 @@ def test_a_pure_transpose_stays_pending(window: Window, permutation: tuple[int, 
     assert got.shape == window[0]
 
 
-def test_what_is_no_transpose_is_an_array() -> None:
-    for name in ("whole", "reshaped", "column", "expanded between transposed", "sliding windows"):
-        shape, window = NAMED[name]
-        assert isinstance(strided.read(jnp.zeros(shape), *window), jax.Array), name
-
-
 def _program(name: str) -> str:
     """The primitives that read a window."""
     shape, window = NAMED[name]
@@ -134,19 +128,3 @@ def test_a_divisible_window_needs_no_gather_and_an_overlapping_one_does() -> Non
     for name in ("column", "transpose of a slice", "every third of ten", "expanded row", "diagonal"):
         assert "gather" not in _program(name), name
     assert "gather" in _program("sliding windows")
-
-
-def test_heads_are_cut_before_the_axis_is_split() -> None:
-    batch, time, heads, width = 2, 5, 3, 8
-    qkv = jnp.arange(batch * time * 3 * heads * width).reshape(batch * time, -1)
-    strides = (time * 3 * heads * width, width, 3 * heads * width, 1)
-
-    def key(x: jax.Array) -> jax.Array:
-        view = strided.read(x, (batch, heads, time, width), strides, heads * width)
-        assert isinstance(view, Permuted)
-        return view.materialize()
-
-    (cut,) = [e for e in jax.make_jaxpr(key)(qkv).eqns if e.primitive.name == "slice"]
-    assert cut.outvars[0].aval.shape == (batch, time, heads * width)
-    want = qkv.reshape(batch, time, 3, heads, width)[:, :, 1].transpose(0, 2, 1, 3)
-    np.testing.assert_array_equal(key(qkv), want)
