@@ -16,12 +16,6 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from xla_amp.errors import EngineError
-
-KINDS = ("raises", "random", "tolerance", "unchecked", "unset")
-_COLUMNS = {"operation", "dtype", "platform", "kind", "reason", "tolerance", "error", "where"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +25,6 @@ class Limitation:
     operation: str
     """Entry of torch's operator database, ``"add"`` or ``"linalg.norm.subgradients_at_zero"``."""
     kind: str
-    """One of `KINDS`."""
     reason: str
     dtype: str = "all"
     platform: str = "all"
@@ -43,42 +36,8 @@ class Limitation:
     """An argument: the row applies to calls with this argument and a value other than 0."""
 
 
-def parse(text: str) -> Mapping[str, Limitation]:
-    """The rows of a table in TOML, by operation.
-
-    Raises:
-        EngineError: a row is incomplete, of an unknown kind, out of order or there twice.
-    """
-    rows: dict[str, Limitation] = {}
-    last = ""
-    for row in tomllib.loads(text).get("limitation", []):
-        limitation = _row(row)
-        if limitation.operation <= last:
-            raise EngineError(
-                f"limitations: expected operations in order and once each, got {limitation.operation!r} after {last!r}"
-            )
-        last = limitation.operation
-        rows[last] = limitation
-    return rows
-
-
-def _row(row: dict[str, Any]) -> Limitation:
-    name = row.get("operation", "?")
-    if unknown := set(row) - _COLUMNS:
-        raise EngineError(f"limitations: {name!r} has unknown columns {sorted(unknown)}; legal: {sorted(_COLUMNS)}")
-    if absent := {"operation", "kind", "reason"} - set(row):
-        raise EngineError(f"limitations: {name!r} lacks {sorted(absent)}")
-    if row["kind"] not in KINDS:
-        raise EngineError(f"limitations: kind of {name!r} is {row['kind']!r}, expected one of {KINDS}")
-    for column, kind in (("tolerance", "tolerance"), ("error", "raises")):
-        if (column in row) != (row["kind"] == kind):
-            raise EngineError(f"limitations: {name!r}: column {column!r} belongs to rows of kind {kind!r}, and to each")
-    if "where" in row and row["kind"] != "random":
-        raise EngineError(f"limitations: {name!r}: column 'where' belongs to rows of kind 'random'")
-    return Limitation(**row)
-
-
 @functools.cache
 def limitations() -> Mapping[str, Limitation]:
-    """The table that is shipped."""
-    return parse(Path(__file__).with_name("limitations.toml").read_text("utf-8"))
+    """The rows by operation."""
+    rows = tomllib.loads(Path(__file__).with_name("limitations.toml").read_text("utf-8"))["limitation"]
+    return {row["operation"]: Limitation(**row) for row in rows}
