@@ -189,25 +189,6 @@ def test_overwritten_arguments_and_views(device):
         assert torch.equal(a.cpu(), b)
 
 
-def test_arguments_of_any_geometry(device):
-    def function(x):
-        return (x * 2).sum(0) + x[0]
-
-    run, base = compiled(function), torch.arange(12.0).reshape(3, 4).to(device)
-    with torch._dynamo.config.patch(error_on_recompile=False):
-        for x in (base, base.t(), base[1:], base[:, 1:3], base.t()):
-            torch.testing.assert_close(run(x).cpu(), function(x.cpu()))
-
-
-def test_sizes_and_numbers_that_change(device):
-    model = nn.Linear(4, 4).to(device)
-    run = compiled(lambda x, factor: model(x) * factor)
-    with torch._dynamo.config.patch(error_on_recompile=False):
-        for rows in (2, 3, 5):
-            x = torch.randn(rows, 4).to(device)
-            torch.testing.assert_close(run(x, 0.5 * rows).cpu(), (model(x) * 0.5 * rows).cpu())
-
-
 def test_a_graph_break_reads_the_value(device):
     def function(x):
         y = x * 2

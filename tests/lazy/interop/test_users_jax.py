@@ -55,17 +55,6 @@ def test_the_64_bit_switch_survives_an_error(device: torch.device) -> None:
     del kept
 
 
-@pytest.mark.parametrize("x64", [False, True])
-def test_the_device_has_64_bit_types_either_way(device: torch.device, x64: bool) -> None:
-    with jax.enable_x64(x64):
-        x = torch.tensor([2**40 + 1, -3]).to(device)
-        y = torch.tensor([0.1], dtype=torch.float64).to(device)
-        assert (x + 1).tolist() == [2**40 + 2, -2]
-        assert (y * 3).item() == 0.1 * 3
-        assert torch.arange(3, device=device).dtype is torch.int64
-        assert jnp.ones(3).dtype == (jnp.float64 if x64 else jnp.float32)
-
-
 def test_the_users_switch_builds_nothing_anew(device: torch.device) -> None:
     x = torch.ones(3, 19).to(device)
 

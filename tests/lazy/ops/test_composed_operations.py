@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from harness import assert_same, sample
-
-from xla_amp.lowering import find
 
 
 def windows(place: str) -> dict[str, Any]:
@@ -32,8 +29,3 @@ def test_windows(device: torch.device) -> None:
 
 def test_a_gamma_function_in_place(device: torch.device) -> None:
     assert_same(lambda place: (sample(4, 5).abs() + 3).to(place).polygamma_(1), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["celu", "deg2rad", "hann_window", "mvlgamma", "pixel_shuffle", "rot90"])
-def test_none_of_them_has_a_lowering(name: str) -> None:
-    assert find(name) is None

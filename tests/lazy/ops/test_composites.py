@@ -292,11 +292,6 @@ def test_transforms_see_the_casts_of_a_layer(device):
     assert_same(derivatives, rtol=0.05, atol=0.05)
 
 
-def test_a_layer_under_autocast_wants_its_weight_on_the_device(device):
-    with xla_amp.autocast(device, dtype=torch.bfloat16), pytest.raises(RuntimeError, match="device"):
-        torch.nn.functional.linear(torch.ones(3, 4, device=device), torch.ones(5, 4))
-
-
 def test_inference_mode(device):
     @torch.inference_mode()
     def program(where: str) -> Any:
@@ -334,14 +329,6 @@ def same_modules(cases: dict[str, Case]) -> None:
 
 
 SEQUENCE = sample(6, 3, 5)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("network", [nn.LSTM, nn.GRU, nn.RNN])
-def test_options_of_recurrent_networks(network, device):
-    torch.manual_seed(0)
-    options = [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False, "batch_first": True}]
-    same_modules({str(each): case(network(5, 4, **each), SEQUENCE) for each in options})
 
 
 def test_recurrent_networks(device):

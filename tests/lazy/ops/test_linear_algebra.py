@@ -23,7 +23,6 @@ def sample(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 MATRICES = sample(2, 4, 4)
 POSITIVE = MATRICES @ MATRICES.mT + torch.eye(4, dtype=torch.float64)
 VECTORS = sample(2, 4, 3)
-NUMBERS = sample(3, 4, dtype=torch.complex128)
 LABELS = torch.tensor([[1, 2, 2, 3], [4, 1, 0, 0], [2, 2, 2, 0]])
 
 
@@ -52,16 +51,6 @@ def with_gradients(name: str, where: str) -> Any:
 
 def test_functions_and_gradients(device):
     assert_same(lambda where: {name: with_gradients(name, where) for name in FUNCTIONS}, rtol=1e-8, atol=1e-8)
-
-
-def test_parts_of_complex_numbers_are_views(device):
-    def program(where: str) -> Any:
-        z = NUMBERS.clone().to(where)
-        z.real.mul_(2)
-        torch.view_as_real(z)[0, 0, 1] = 7.0
-        return torch.view_as_real(z), z.imag[0]
-
-    assert_same(program)
 
 
 @pytest.mark.parametrize(

@@ -137,19 +137,6 @@ def test_padding_is_never_read(device):
     assert_same(gradients, **TOLERANT)
 
 
-def test_a_projection_is_one_operation_a_layer(device):
-    """Not unrolled: as many operations for 6 time steps as for 12."""
-    network = nn.LSTM(5, 4, proj_size=2).to(device)
-    seen = []
-    for steps in (6, 12):
-        engine.sync()
-        with counts() as counted:
-            network(padded(steps, 4, 5).to(device))
-            engine.sync()
-        seen.append(counted.operations)
-    assert seen[0] == seen[1] < 20
-
-
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM", "projection"])
 def test_second_derivatives(kind, device):
     options = {"projection": {"proj_size": 2}, "GRU": {"bias": False}, "RNN": {"bidirectional": True}}.get(kind, {})
@@ -291,33 +278,6 @@ def test_dtypes_under_autocast_are_those_of_a_padded_network(name, device):
         network.zero_grad()
     assert results[0] == results[1]
     assert results[0][:2] == [torch.bfloat16] * 2
-
-
-def test_a_low_dtype_is_close_to_float32(device):
-    torch.manual_seed(0)
-    network, x = nn.LSTM(5, 8, 2, bidirectional=True), padded(6, 4, 5)
-    expected, _ = through(network, x)[0]
-    on_device = copy.deepcopy(network).to(device)
-    with xla_amp.autocast(device, torch.bfloat16):
-        found, _ = through(on_device, x.to(device))[0]
-    torch.testing.assert_close(found.float().cpu(), expected, rtol=0.0, atol=0.02)
-    assert (found.float().cpu() != expected).any()
-
-
-@pytest.mark.full
-def test_dropout_between_layers(device):
-    torch.manual_seed(0)
-    network = nn.LSTM(5, 3, 2, dropout=1.0)  # the second layer gets zeros
-    assert_same(lambda where: results(through, network, padded(6, 4, 5), where), **TOLERANT)
-    some = nn.GRU(5, 64, 2, dropout=0.5).to(device)
-    x = padded(6, 4, 5).to(device)
-    one, other = (through(some, x)[0][0] for _ in range(2))
-    assert (one != other).any()
-    some.eval()
-    whole, again = (through(some, x)[0][0] for _ in range(2))
-    assert (whole == again).all()
-    many = torch.stack([through(some.train(), x)[0][0] for _ in range(40)]).mean(0)
-    torch.testing.assert_close(many, whole, rtol=0.0, atol=0.3)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

@@ -122,11 +122,6 @@ def test_gradients_of_bags(device: torch.device, mode: str, padding: int | None)
     torch.testing.assert_close(ours.weight.grad.to_dense().cpu(), theirs.weight.grad.to_dense())
 
 
-def test_largest_of_a_bag_has_no_sparse_gradient(device: torch.device) -> None:
-    with pytest.raises(ValueError, match="max mode does not support sparse weights"):
-        nn.EmbeddingBag(6, 4, mode="max", sparse=True).to(device)(WORDS.to(device))
-
-
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "SGD in a loop": lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),

@@ -143,18 +143,6 @@ def test_sizes_follow_the_executable(device: torch.device) -> None:
     assert program_cache.BASE < small < large / 2
 
 
-def test_what_a_large_compilation_freed_goes_back_to_the_system(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trims: list[int] = []
-    monkeypatch.setattr(program_cache, "_trim_function", lambda: trims.append)
-    torch.ones(2, device=device).exp().cpu()
-    assert not trims
-    monkeypatch.setattr(program_cache, "_LARGE", program_cache.BASE)
-    torch.ones(3, device=device).exp().cpu()
-    assert len(trims) == 1
-
-
 def test_a_warning_that_is_an_error_leaves_values_alone(device: torch.device) -> None:
     value = torch.zeros(()).to(device)
     with warnings.catch_warnings():

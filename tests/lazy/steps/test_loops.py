@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -278,20 +277,6 @@ def accumulated(model: nn.Module) -> Callable[[torch.Tensor], Any]:
     return step
 
 
-def averaged(model: nn.Module) -> Callable[[torch.Tensor], Any]:
-    teacher = copy.deepcopy(model)
-
-    def step(x: torch.Tensor) -> None:
-        with torch.no_grad():
-            for mean, now in zip(teacher.parameters(), model.parameters(), strict=True):
-                mean.lerp_(now, 0.1)
-        (model(x) - teacher(x).detach() + 1).square().mean().backward()
-        under_no_grad(model)
-        model.zero_grad()
-
-    return step
-
-
 def of_plain_tensors(model: nn.Module) -> Callable[[torch.Tensor], Any]:
     weights = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
 
@@ -303,17 +288,6 @@ def of_plain_tensors(model: nn.Module) -> Callable[[torch.Tensor], Any]:
                 weight -= 0.1 * weight.grad
                 weight.grad = None
                 parameter.copy_(weight)
-
-    return step
-
-
-def of_new_leaves(model: nn.Module) -> Callable[[torch.Tensor], Any]:
-    def step(x: torch.Tensor) -> None:
-        old = dict(model.named_parameters())
-        loss = torch.func.functional_call(model, old, (x,)).square().mean()
-        gradients = torch.autograd.grad(loss, list(old.values()))
-        for parameter, gradient in zip(old.values(), gradients, strict=True):
-            parameter.data = (parameter - 0.1 * gradient).detach()
 
     return step
 
@@ -332,7 +306,7 @@ def of_a_dict(model: nn.Module) -> Callable[[torch.Tensor], Any]:
     return step
 
 
-UPDATES |= {each.__name__: each for each in (accumulated, averaged, of_plain_tensors, of_new_leaves, of_a_dict)}
+UPDATES |= {each.__name__: each for each in (accumulated, of_plain_tensors, of_a_dict)}
 
 
 @pytest.mark.parametrize("name", UPDATES)

@@ -354,18 +354,3 @@ def test_a_graph_keeps_its_device_when_its_module_moves(device: torch.device) ->
     assert torch.equal(model.weight.grad, torch.ones(2, 2))
     with pytest.raises(RuntimeError, match="device"):
         torch.optim.SGD(model.parameters(), 0.1).step()
-
-
-def test_modules_of_other_devices_convert_as_ever(device: torch.device) -> None:
-    """The device is started, and a CPU module's conversion still replaces data under a live graph."""
-    import weakref
-
-    model = nn.Linear(2, 2)
-    reference = weakref.ref(model.weight)
-    loss = model(torch.ones(1, 2)).sum()
-    model.to(torch.float64)
-    model.load_state_dict(nn.Linear(2, 2).state_dict())
-    loss.backward()
-    assert reference() is model.weight
-    assert model.weight.grad is not None
-    assert not torch.__future__.get_swap_module_params_on_conversion()

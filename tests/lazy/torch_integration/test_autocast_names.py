@@ -100,17 +100,6 @@ def test_decorated_before_use_and_recursive(matrix, low_of):
     assert torch.is_autocast_cache_enabled()
 
 
-def test_torchs_scaler_of_that_name(matrix):
-    weight = torch.nn.Parameter(matrix.clone())
-    optimizer, scaler = torch.optim.SGD([weight], 0.1), torch.amp.GradScaler("xla")
-    with torch.autocast("xla", torch.float16):
-        loss = (matrix @ weight).float().mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert not torch.equal(weight.detach().cpu(), torch.ones(4, 4))
-
-
 def test_other_threads(matrix):
     def work():
         before = states()[0][0]

@@ -7,7 +7,6 @@ scripts/result_tables.py writes the results to docs/lists/device_tests.md.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import io
@@ -22,7 +21,6 @@ import result_tables
 import torch
 from optimizer_runs import Training
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal import common_device_type
 from torch.testing._internal.common_device_type import PrivateUse1TestBase, instantiate_device_type_tests
@@ -378,26 +376,6 @@ class TestOptimizers(TestCase):
 class TestMixedPrecision(TestCase):
     """What any device owes torch.autocast and torch.amp.GradScaler."""
 
-    def test_regions(self, device: str) -> None:
-        x = torch.randn(4, 4, device=device)
-        kind = torch.device(device).type
-        for low in (torch.bfloat16, torch.float16):
-            with torch.autocast(kind, dtype=low):
-                assert torch.is_autocast_enabled(kind)
-                assert torch.get_autocast_dtype(kind) is low
-                y = x @ x
-                assert y.dtype is low
-                assert (y + x).dtype is torch.float32
-                assert F.softmax(y, -1).dtype is torch.float32
-                with torch.autocast(kind, enabled=False):
-                    assert (x @ x).dtype is torch.float32
-                    assert (y @ y).dtype is low
-                assert (x @ x).dtype is low
-            assert not torch.is_autocast_enabled(kind)
-        with contextlib.suppress(ZeroDivisionError), torch.autocast(kind):
-            raise ZeroDivisionError
-        assert (x @ x).dtype is torch.float32
-
     def test_decorated_functions(self, device: str) -> None:
         kind = torch.device(device).type
 
@@ -428,38 +406,6 @@ class TestMixedPrecision(TestCase):
         y = x.detach().cpu().requires_grad_()
         (y @ y).sum().backward()
         close(x.grad.cpu(), y.grad)
-
-    def test_weights_are_cast_once(self, device: str) -> None:
-        kind = torch.device(device).type
-        layer, x = nn.Linear(4, 4).to(device), torch.randn(2, 4, device=device)
-        with torch.autocast(kind, dtype=torch.bfloat16):
-            first, second = layer(x), layer(x)
-        (first.sum() + second.sum()).backward()
-        assert layer.weight.grad.dtype is torch.float32
-        other = copy.deepcopy(layer).cpu()
-        other.zero_grad()
-        (2 * other(x.cpu()).sum()).backward()
-        close(layer.weight.grad.cpu(), other.weight.grad, 2e-2)
-
-    def test_scaler_state(self, device: str) -> None:
-        kind = torch.device(device).type
-        first = torch.amp.GradScaler(kind, init_scale=64.0, growth_interval=1)
-        first.scale(torch.ones((), device=device))
-        second = torch.amp.GradScaler(kind)
-        second.load_state_dict(first.state_dict())
-        assert (second.get_scale(), second.get_growth_interval()) == (64.0, 1)
-        third = pickle.loads(pickle.dumps(torch.amp.GradScaler(kind, init_scale=8.0)))
-        assert third.get_scale() == 8.0
-        layer = nn.Linear(2, 2).to(device)
-        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-        second.scale(layer(torch.ones(1, 2, device=device)).sum()).backward()
-        second.unscale_(optimizer)
-        close(layer.bias.grad.cpu(), torch.ones(2))
-        with pytest.raises(RuntimeError, match="unscale_"):
-            second.unscale_(optimizer)
-        second.step(optimizer)
-        second.update()
-        assert second.get_scale() == 128.0
 
 
 for case in (TestModules, TestOptimizers, TestMixedPrecision):

@@ -62,18 +62,6 @@ def test_the_error_reaches_the_caller(device, kind, error):
     assert before.tolist() == [0.0, 3.0, 6.0, 9.0]
 
 
-def test_gradients_of_the_nodes_that_ran_are_kept_as_on_the_cpu(device):
-    def grads(where):
-        a, b = (torch.ones(2, device=where, requires_grad=True) for _ in range(2))
-        inner = a * 2
-        inner.register_hook(lambda grad: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            (inner.sum() + (b * 5).sum() * 0 + (b * 3).sum()).backward()
-        return [None if x.grad is None else x.grad.tolist() for x in (a, b)]
-
-    assert grads(device) == grads("cpu")
-
-
 def test_training_goes_on_after_the_error_as_if_the_pass_had_not_been(device):
     def losses(where, interrupted):
         torch.manual_seed(1)
@@ -110,26 +98,6 @@ def test_threads_get_their_own_errors(device):
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
-
-
-def test_nested_backward_passes(device):
-    class Inner(torch.autograd.Function):
-        @staticmethod
-        def forward(context, x):
-            return x * 2
-
-        @staticmethod
-        def backward(context, grad):
-            with torch.enable_grad():
-                x = torch.ones(2, device=grad.device, requires_grad=True)
-                y = x * 3
-                y.register_hook(lambda g: 1 / 0)
-                y.sum().backward()
-            return grad
-
-    x = torch.ones(2, device=device, requires_grad=True)
-    with pytest.raises(ZeroDivisionError):
-        Inner.apply(x).sum().backward()
 
 
 ASSERTION = 'opt_ready_stream && opt_parent_stream INTERNAL ASSERT FAILED at "engine.cpp":1085, please report a bug'

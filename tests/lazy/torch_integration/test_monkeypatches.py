@@ -6,7 +6,6 @@ import json
 import re
 
 import forked
-import pytest
 import torch
 from source_tree import ROOT
 
@@ -82,22 +81,6 @@ def exists(name: str) -> bool:
 
 def test_starting_the_device_changes_what_the_table_names():
     assert changed("lazy.device()") == set(filter(exists, table())) | set(monkeypatches.REGISTRATIONS)
-
-
-@pytest.mark.full
-def test_the_comparison_can_fail():
-    statements = {
-        "torch.mm = lambda *a: None": "torch.mm",
-        "torch.Tensor.cuda = None": "torch.Tensor.cuda",
-        "safetensors.torch.safe_open = len": "safetensors.torch.safe_open",
-        "torch.UntypedStorage.extra = 1": "torch.UntypedStorage.extra",
-        "torch._C._has_storage = lambda x: True": "torch._C._has_storage",
-        "torch.UntypedStorage.nbytes = len": "torch.UntypedStorage.nbytes",
-        "torch.serialization.register_package(7, str, str)": "torch.serialization._package_registry",
-        "ForkingPickler.register(torch.Tensor, str)": "ForkingPickler[torch.Tensor]",
-    }
-    assert changed("pass") == set()
-    assert changed("; ".join(statements)) == set(statements.values())
 
 
 def test_every_patch_has_one_row_and_a_reason():

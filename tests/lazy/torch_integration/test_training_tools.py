@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import assert_same
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, parametrizations
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import swa_utils
 
 from xla_amp.testing import counts as counted
@@ -77,22 +77,6 @@ def averages_of_weights(where: str) -> Any:
 
 
 @program
-def stochastic_weight_averaging(where: str) -> Any:
-    model = nn.Sequential(network(), nn.BatchNorm1d(2)).to(where)
-    average = swa_utils.AveragedModel(model, use_buffers=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(inputs(where)).pow(2).sum().backward()
-        optimizer.step()
-        average.update_parameters(model)
-        schedule.step()
-    swa_utils.update_bn([inputs("cpu"), 2 * inputs("cpu")], average, device=torch.device(where))
-    return list(average.parameters()), average.module[1].running_mean, average.module[1].running_var
-
-
-@program
 def tied_weights(where: str) -> Any:
     model = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 7, bias=False))
     model[0].weight.data = torch.linspace(-1, 1, 21).view(7, 3)
@@ -104,18 +88,6 @@ def tied_weights(where: str) -> Any:
     losses = steps(model, where, 3, batch=torch.tensor([0, 3, 6, 3], device=where))
     twin.load_state_dict(model.state_dict())
     return losses, list(model.parameters()), twin[2].weight, len(list(model.parameters()))
-
-
-@program
-def parametrized_weights(where: str) -> Any:
-    square = nn.Linear(2, 2, bias=False)  # torch completes other shapes with random columns
-    square.weight.data = torch.tensor([[0.6, -0.9], [1.1, 0.2]])
-    model = network().append(square)
-    parametrizations.weight_norm(model[0])
-    model = model.to(where)
-    parametrizations.orthogonal(square, orthogonal_map="householder")
-    losses = steps(model, where, 2)
-    return losses, list(model.parameters()), square.weight @ square.weight.t()
 
 
 @program
