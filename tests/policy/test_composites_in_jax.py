@@ -59,16 +59,6 @@ def test_a_rule_finds_the_function(name: str) -> None:
     assert record.result == ("bfloat16",)
 
 
-@pytest.mark.full
-def test_a_layer_of_equinox() -> None:
-    """Those of Flax are in test_float32_inside.py and test_risk_levels.py."""
-    layer = pytest.importorskip("equinox").nn.LayerNorm(8)
-    with policy.override(layer_norm="low"), events.capture() as records:
-        jax.make_jaxpr(autocast(lambda x: layer(x[0]), strict=True))(X)
-    (norm,) = [each for each in records if each.operation == "layer_norm"]
-    assert (set(norm.used), norm.result) == ({"bfloat16"}, ("bfloat16",))
-
-
 def test_a_rule_for_a_part_does_not_reach_into_a_ruled_composite() -> None:
     with policy.override({"softmax": "fp32", "exp": "low"}), events.capture() as records:
         jax.make_jaxpr(autocast(lambda x: jnp.exp(nn.softmax(x)), strict=True))(X)

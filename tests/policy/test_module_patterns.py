@@ -133,8 +133,3 @@ def test_an_operation_of_another_vocabulary_in_a_module(pattern, reached, not_re
     assert all(module_patterns.reaches(pattern, name, "a.b") for name in reached)
     assert not any(module_patterns.reaches(pattern, name, "a.b") for name in not_reached)
     assert not any(module_patterns.reaches(pattern, name, "c") for name in reached)
-
-
-def test_scopes_that_are_no_places():
-    scopes = ["ij,jk->ik", "...a->a", "eqx.nn.Linear", "h"]
-    assert [module_patterns.is_no_place(scope) for scope in scopes] == [True, True, True, False]

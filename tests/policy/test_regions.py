@@ -8,9 +8,6 @@ from __future__ import annotations
 import _thread
 import threading
 
-import pytest
-
-from xla_amp.errors import PolicyError
 from xla_amp.policy import load
 from xla_amp.policy.regions import Region, current, pop, push
 
@@ -35,20 +32,6 @@ def in_thread(function, start=None):
         start(run, ())
     assert done.wait(10)
     return result[0]
-
-
-def test_closing_twice_is_an_error():
-    token = push(DEVICE, TPU)
-    pop(token)
-    with pytest.raises(PolicyError, match="closed already"):
-        pop(token)
-    assert current(DEVICE) is None
-
-
-def test_a_token_can_be_closed_on_another_thread():
-    token = push(DEVICE, TPU)
-    in_thread(lambda: pop(token))
-    assert current(DEVICE) is None
 
 
 def test_a_thread_that_python_did_not_start_sees_the_newest():
