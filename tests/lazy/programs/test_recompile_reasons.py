@@ -112,25 +112,6 @@ def test_each_kind_of_difference(
     assert re.search(expected, text), text
 
 
-def test_the_most_similar_program_is_compared(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("XLA_AMP_DEBUG", "recompile")
-    x = torch.rand(5, 37).to(device)
-    for index in range(4):
-        y = x.exp() if index == 1 else x.asin().sinh()
-        z = y.sin() if index == 2 else y.cos()
-        y = y if index < 3 else None
-        xla_amp.sync()
-        del y, z
-    other, similar, alive = logged(caplog)
-    assert re.search(r"operation 1 is exp\(.*, asin\(", other)
-    assert re.search(r"operation 3 is sin\(float32\[5,37\]\) -> .*, cos\(.* before", similar)
-    assert re.search(r"after the step sinh\(float32\[5,37\]\) -> float32\[5,37\] at .* is no longer alive", alive), (
-        alive
-    )
-
-
 def train(device: torch.device, dtype: torch.dtype) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).to(device)
     optimizer, scaler = torch.optim.AdamW(model.parameters()), xla_amp.GradScaler(enabled=dtype is torch.float16)

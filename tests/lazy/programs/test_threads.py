@@ -152,22 +152,6 @@ def _slow(device: torch.device) -> torch.Tensor:
     return x
 
 
-@pytest.mark.full
-def test_waiting_is_for_programs_of_other_threads_too(device: torch.device) -> None:
-    """XLA:CPU runs programs of one thread in order, and those of several side by side."""
-
-    def other() -> None:
-        values.append(torch.ones(3, device=device) + 1)
-        engine.sync(wait=True)
-
-    for _ in range(2):  # compiled in the first
-        values = [_slow(device)]
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        assert [array_behind(value).is_ready() for value in values] == [True, True]
-
-
 def test_waiting_does_not_hold_the_tape(device: torch.device) -> None:
     """While one thread waits for a slow program, another one records."""
     _slow(device).sum().item()

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-import resource
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 import torch
 from harness import COMPILED, TRACED, jax_events
@@ -140,38 +135,6 @@ def two_optimizers_in_turn() -> Callable[[], Any]:
 
 
 @loop(1)
-def two_optimizers_on_one_loss() -> Callable[[], Any]:
-    model, x = network(), batch()
-    first = torch.optim.SGD(model[0].parameters(), lr=0.01)
-    second = torch.optim.Adam(model[3].parameters(), lr=0.01)
-
-    def body() -> None:
-        model(x.to("jax")).square().mean().backward()
-        for optimizer in (first, second):
-            optimizer.step()
-        for optimizer in (first, second):
-            optimizer.zero_grad()
-
-    return body
-
-
-@loop(1)
-def losses_kept_on_the_device() -> Callable[[], Any]:
-    model, x = network(), batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    total = torch.zeros((), device="jax")
-
-    def body() -> None:
-        loss = model(x.to("jax")).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        total.add_(loss.detach())
-
-    return body
-
-
-@loop(1)
 def clipped_and_averaged() -> Callable[[], Any]:
     model, x = network(), batch()
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
@@ -231,21 +194,6 @@ def test_checks_of_distributions_wait(device: torch.device, checks: bool) -> Non
     assert counts.host_syncs == 3 * checks
 
 
-def test_a_new_step_is_seen_to_be_built_once(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    """The twin: JAX reports one compilation, its log names one of our functions, and its guard refuses an upload."""
-    x = torch.ones(13).to(device)
-    with caplog.at_level(logging.WARNING, "jax"), jax.log_compiles(), jax_events() as events, counted() as counts:
-        kept = (x * 3 - 1).exp().sum()
-        engine.sync()
-    assert events.count(COMPILED) == 1
-    assert (counts.executions, counts.compilations) == (1, 1)
-    assert len({text for text in caplog.messages if "Finished XLA compilation of" in text}) == 1
-    assert any("lazy_step" in text for text in caplog.messages)
-    assert kept.item() == pytest.approx(13 * 2.718281828**2, rel=1e-6)
-    with jax.transfer_guard("disallow"), pytest.raises(Exception, match="Disallowed host-to-device"):
-        jnp.ones(3) + jnp.float32(1)
-
-
 def test_forward_passes_with_a_graph_are_not_cut(device: torch.device) -> None:
     """The twin of the table: the boundary is the optimizer's; these may be parts of one gradient."""
     model, x = network(), batch()
@@ -266,46 +214,3 @@ def test_other_devices_optimizers_are_no_boundary(device: torch.device) -> None:
             cpu(batch()).sum().backward()
             optimizer.step()
     assert counts.executions == 0
-
-
-def test_cpu_modules_carry_no_hook_between_steps(device: torch.device) -> None:
-    from torch.nn.modules import module
-
-    body = LOOPS["zero_grad_after"][0]()
-    for _ in range(3):
-        body()
-    assert len(module._global_forward_pre_hooks) == 1  # armed: waits for the next forward
-    network()(batch().to(device))
-    assert len(module._global_forward_pre_hooks) == 0
-
-
-def _resident() -> int:
-    """Bytes of this process in memory now."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["zero_grad_after", "losses_kept_on_the_device", "no_module_and_no_upload"])
-def test_memory_does_not_grow(device: torch.device, name: str) -> None:
-    body = LOOPS[name][0]()
-    for _ in range(50):
-        body()
-    grown = []
-    for _ in range(3):  # a leak grows each time, an allocator that has just taken a chunk does not
-        gc.collect()
-        engine.sync(wait=True)
-        before, objects = _resident(), len(gc.get_objects())
-        for _ in range(300):
-            body()
-        gc.collect()
-        engine.sync(wait=True)
-        assert len(gc.get_objects()) - objects < 300
-        grown.append(_resident() - before)
-    assert min(grown) < 8 << 20
-    kept, objects = [], len(gc.get_objects())
-    for _ in range(300):
-        body()
-        kept.append(torch.ones(3, device=device) + 1)
-    assert len(gc.get_objects()) - objects > 300  # what a loop keeps, shows

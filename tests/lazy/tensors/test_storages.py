@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -42,19 +41,6 @@ def test_addresses_are_unique_and_their_ranges_apart(device: torch.device) -> No
     before = {address(x) for x in tensors}
     del tensors
     assert not before & {address(torch.zeros(n, device=device)) for n in range(100)}  # none is given out again
-
-
-def test_threads_get_one_address(device: torch.device) -> None:
-    tensors = [torch.zeros(8, device=device) for _ in range(200)]
-    found: list[list[int]] = []
-    threads = [threading.Thread(target=lambda: found.append([address(x) for x in tensors])) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert all(addresses == found[0] for addresses in found)
-    assert len(set(found[0])) == 200
 
 
 def test_an_address_stays_over_steps_and_loaded_weights_build_nothing(device: torch.device) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -271,22 +270,6 @@ def test_interrupts_at_random_moments(device, phase):
             signal.signal(signum, old)
     assert result["interrupts"] >= 40
     assert (result["wrong"], result["errors"]) == (0, {})
-
-
-def test_the_default_does_not_replace_a_handler_of_a_c_library():
-    """libtpu's profiler sends SIGPROF, and Lightning restores the handlers that Python knows after a run."""
-    forked.run(
-        program=textwrap.dedent("""
-            import ctypes, signal
-            import xla_amp
-            xla_amp.xla_device()
-            ctypes.CDLL(None).signal(signal.SIGPROF, ctypes.c_void_p(1))  # ignored, of which Python is not told
-            assert signal.signal(signal.SIGPROF, signal.getsignal(signal.SIGPROF)) is signal.SIG_DFL
-            signal.raise_signal(signal.SIGPROF)
-            signal.signal(signal.SIGPROF, print)
-            assert signal.signal(signal.SIGPROF, signal.SIG_DFL) is print
-        """)
-    ).check_returncode()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -108,8 +108,7 @@ def an_ensemble(where: str) -> Any:
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step\\(\\)`:UserWarning")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_same_as_the_cpu(device: torch.device, name: str) -> None:
-    # Two steps through an orthogonal matrix gather rounding errors of just over 2e-6 on one kind of CPU.
-    assert_same(PROGRAMS[name], rtol=2e-5, atol=1e-5 if name == "parametrized_weights" else 2e-6)
+    assert_same(PROGRAMS[name], rtol=2e-5, atol=2e-6)
 
 
 def test_clipping_does_not_wait(device: torch.device) -> None:
@@ -128,10 +127,7 @@ def test_clipping_does_not_wait(device: torch.device) -> None:
 
 TRACED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "a convolution": (lambda: nn.Conv1d(3, 4, 3, padding=1), (2, 3, 8)),
-    "a convolution of an image without a batch": (lambda: nn.Conv2d(4, 4, 3, groups=2, bias=False), (4, 6, 6)),
-    "a transposed convolution": (lambda: nn.ConvTranspose2d(3, 4, 3, stride=2, output_padding=1), (1, 3, 5, 5)),
     "a recurrent layer": (lambda: First(nn.GRU(8, 4)), (3, 2, 8)),
-    "an encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 8, 0.0), (3, 2, 8)),
     "a network": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, 2)),
         (2, 3, 5, 5),
@@ -167,6 +163,4 @@ def test_a_traced_module_is_a_function_of_its_input(device: torch.device, name: 
     found = torch.autograd.grad((got * weights.to(device)).sum(), list(model.parameters()))
     for gradient, expected in zip(found, gradients, strict=True):
         torch.testing.assert_close(gradient.cpu(), expected, rtol=1e-4, atol=1e-4)
-    if name != "an encoder":  # torch cannot freeze its fast path
-        frozen = torch.jit.freeze(traced)
-        torch.testing.assert_close(frozen(other.to(device)).cpu(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.jit.freeze(traced)(other.to(device)).cpu(), want, rtol=1e-5, atol=1e-5)
