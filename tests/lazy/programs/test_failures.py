@@ -282,6 +282,14 @@ def test_on_the_cpu_an_operation_may_resize(device: torch.device, monkeypatch: p
     assert x.tolist() == [2, 2, 2, 2]
 
 
+def test_on_the_cpu_a_number_is_a_tensor_again(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_AMP_FALLBACK", "cpu")
+    x = torch.tensor([0.5, 2.0]).to(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.special.chebyshev_polynomial_t(x, 3).tolist() == [-1, 26]  # 4 x^3 - 3 x
+
+
 # ---- at the flush ----------------------------------------------------------------------------------------------------
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import harness
 import jax
 import pytest
+import scipy.special
 import torch
-from harness import Row, check, check_rows, finish, row, sample, tables
+from harness import Row, check, check_rows, finish, row, run, sample, tables
 
 from xla_amp.lowering.math import arithmetic, elementwise
 
@@ -145,6 +146,14 @@ def test_relu_keeps_a_half_result_on_gpu() -> None:
 
     assert barriers("bfloat16", "gpu") == barriers("float16", "gpu") == 1
     assert barriers("float32", "gpu") == barriers("bfloat16", "tpu") == barriers("bfloat16", "cpu") == 0
+
+
+def test_erfcx_where_its_series_begins():
+    """SciPy is the reference; JAX 0.10 gives 0 around 26.6."""
+    x = torch.cat([torch.tensor([-3.0, 0.0, 9.99, 10.01, 26.6, 1e3]), torch.tensor([torch.inf, torch.nan])])
+    for dtype, rtol in ((torch.float32, 2e-6), (torch.float64, 4e-13)):
+        want = torch.from_numpy(scipy.special.erfcx(x.double().numpy())).to(dtype)
+        harness.compare(run("special_erfcx", x.to(dtype))[0], want, rtol=rtol, atol=0, where="special_erfcx")
 
 
 # -- the harness itself -----------------------------------------------------------------------------------------------

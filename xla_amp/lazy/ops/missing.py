@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from numbers import Number
 from typing import Any
 
 import torch
@@ -161,7 +162,12 @@ def _on_cpu(operator: Any, args: Any, kwargs: Any) -> Any:
         on_device = isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
         return tensor_io.to_host(value).clone() if on_device else value  # in memory that torch may resize
 
-    cpu_args, cpu_kwargs = tree_map(down, (tuple(args), dict(kwargs)))
+    # torch passes a number that it has wrapped in a tensor as the number.
+    args = tuple(
+        torch.tensor(value) if isinstance(value, Number) and isinstance(argument.type, torch.TensorType) else value
+        for argument, value in zip(operator._schema.arguments, args, strict=False)
+    )
+    cpu_args, cpu_kwargs = tree_map(down, (args, dict(kwargs)))
     result = operator(*cpu_args, **cpu_kwargs)
     aliases: dict[int, Any] = {}
     for index, argument in enumerate(operator._schema.arguments):
