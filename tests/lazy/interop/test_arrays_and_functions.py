@@ -215,18 +215,6 @@ def test_structures_integers_and_constants(device):
     assert weight.grad.sum(1).tolist() == [6.0, 0.0, 6.0, 0.0]
 
 
-def test_random_keys_may_be_kept_for_the_backward_pass(device):
-    @torch_function
-    def noisy(x, seed):
-        key = jax.random.fold_in(jax.random.key(0), seed)
-        return x * jax.checkpoint(lambda x, key: x * jax.random.normal(key, x.shape))(x, key)
-
-    x = torch.ones(5, device=device, requires_grad=True)
-    y = noisy(x, torch.tensor(3, device=device))
-    y.sum().backward()
-    np.testing.assert_allclose(x.grad.cpu(), 2 * y.detach().cpu(), rtol=1e-6)
-
-
 def test_a_training_step_with_a_jax_function_is_one_program(device):
     """Loss for loss equal to the same step on the CPU, with one executable, no waiting and no new compilation."""
 

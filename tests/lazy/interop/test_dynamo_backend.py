@@ -133,15 +133,6 @@ def test_a_block_trains_as_uncompiled(device, uncompiled, where):
     assert counters["compilations"] == counters["host_syncs"] == 0
 
 
-def test_a_compiled_graph_begins_a_training_step(device):
-    """As a module does, so that a collective after it is part of the step."""
-    weight = torch.ones(2, device=device, requires_grad=True)
-    xla_amp.sync()
-    assert not step_marker.is_open()
-    compiled(lambda x: (x * weight).sum())(torch.ones(2, device=device))
-    assert step_marker.is_open()
-
-
 def test_buffers_are_updated_and_evaluation_is_another_graph(device):
     x, results = torch.randn(4, 3), []
     for wrap in (compiled, lambda f: f):
@@ -187,17 +178,6 @@ def test_overwritten_arguments_and_views(device):
             views[1].add_(1)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a.cpu(), b)
-
-
-def test_a_graph_break_reads_the_value(device):
-    def function(x):
-        y = x * 2
-        if y.sum() > 0:
-            y = y + 1
-        return y * 3
-
-    x = torch.ones(2, device=device)
-    assert compiled(function, fullgraph=False)(x).tolist() == [9.0, 9.0]
 
 
 def test_casts_follow_the_rules_of_each_call(device, low_of):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from xla_amp.lazy.graph.trace import trace
 from xla_amp.testing import counts as counted
 
 VALUES = torch.arange(440.0).reshape(40, 11)  # a shape of this test only
@@ -90,23 +88,3 @@ def test_the_range_of_random_integers_is_data(device: torch.device) -> None:
     assert counts.compilations == 2
     assert min(drawn[77]) >= -3
     assert max(drawn[77]) < 77
-
-
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        (lambda x: x[40], IndexError),
-        (lambda x: x.select(1, -12), IndexError),
-        (lambda x: x.narrow(0, 38, 4), RuntimeError),
-        (lambda x: torch.select_scatter(x, x[0], 0, 40), IndexError),
-        (lambda x: torch.slice_scatter(x, x[:2], 0, 39, 41), RuntimeError),
-    ],
-)
-def test_out_of_range_raises_at_the_call(device: torch.device, call: Callable[..., Any], error: type) -> None:
-    x = VALUES.to(device)
-    for i in range(3):
-        (x[i] * 21).sum().item()
-    before = len(trace.code)
-    with pytest.raises(error):
-        call(x)
-    assert len(trace.code) <= before + 6  # at most reads of `x`

@@ -30,7 +30,7 @@ broken = True
 
 @pytest.fixture(scope="session", autouse=True)
 def _operations() -> None:
-    for name in ("sometimes", "wrong_size", "interrupts", "unknown", "unknown_in_place"):
+    for name in ("sometimes", "wrong_size", "unknown", "unknown_in_place"):
         alias = "(a!)" if name == "unknown_in_place" else ""
         LIBRARY.define(f"{name}(Tensor{alias} x) -> Tensor{alias}")
         LIBRARY.impl(name, lambda x: x if x.device.type == "meta" else x.add_(1), "CPU")
@@ -45,10 +45,6 @@ def _operations() -> None:
     @lowering.register("lazy_failures::wrong_size")
     def wrong_size(x: Any) -> Any:
         return jnp.zeros((2, 2))
-
-    @lowering.register("lazy_failures::interrupts")
-    def interrupts(x: Any) -> Any:
-        raise KeyboardInterrupt
 
 
 def sometimes(x: torch.Tensor) -> torch.Tensor:
@@ -78,16 +74,6 @@ def test_a_shape_error_is_raised_where_it_is_and_changes_nothing(device: torch.d
         assert y.tolist() == [2, 2, 2]
     assert counts.executions == 1
     assert x.tolist() == [1, 1, 1]
-
-
-def test_a_dtype_error_is_torchs_own(device: torch.device) -> None:
-    whole = torch.arange(3).to(device)
-    not_possible = r"result type Float can't be cast to|Promotion of int.* in in-place ops are not possible"
-    with pytest.raises(RuntimeError, match=not_possible):
-        whole.add_(1.5)
-    with pytest.raises(RuntimeError, match=r"expected self and mat2 of one dtype"):
-        torch.mm(torch.ones(2, 2).to(device), torch.ones(2, 2, dtype=torch.float64).to(device))
-    assert whole.tolist() == [0, 1, 2]
 
 
 def test_tensors_of_two_devices(device: torch.device) -> None:
@@ -376,16 +362,6 @@ def test_a_result_of_the_wrong_size_names_the_operation(device: torch.device) ->
     kept = torch.ops.lazy_failures.wrong_size(torch.ones(3).to(device))
     with pytest.raises(StepFailedError, match=r"wrong_size failed.*gave shape \[2, 2\] where torch expects \[3\]"):
         engine.sync()
-    del kept
-
-
-def test_an_interrupt_passes_through_and_loses_nothing(device: torch.device) -> None:
-    x = torch.ones(3).to(device)
-    x.add_(1)
-    kept = torch.ops.lazy_failures.interrupts(x)
-    with pytest.raises(KeyboardInterrupt):
-        engine.sync()
-    assert x.tolist() == [1, 1, 1]
     del kept
 
 

@@ -124,25 +124,3 @@ def test_a_state_that_is_asked_for_each_time_is_computed_once(device: torch.devi
         assert loop(device, 5) == expected
     assert (counts.host_syncs, counts.host_values) == (0, 12)
     assert counts.compilations <= 5  # the first, the others, and those for full(True); the end of the step
-
-
-def test_iterations_that_grow_are_steps(device: torch.device) -> None:
-    class Next(nn.Module):
-        def forward(self, state: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            last = (state[-1:] @ weight).tanh().cos() / 2
-            return torch.cat([state, last.exp().sin().sigmoid() - 1])
-
-    model, weight = Next(), torch.arange(9.0).reshape(3, 3)
-
-    def loop(weight: torch.Tensor) -> torch.Tensor:
-        state = torch.ones(1, 3).to(weight.device)
-        for _ in range(8):
-            state = model(state, weight)
-        return state
-
-    expected, moved = loop(weight), weight.to(device)
-    xla_amp.sync()
-    with torch.no_grad(), counted() as counts:
-        got = loop(moved).cpu()
-    torch.testing.assert_close(got, expected)
-    assert counts.executions >= 3

@@ -84,29 +84,6 @@ def test_windows_of_any_numbers() -> None:
     assert sum(any(s == 0 and e > 1 for e, s in zip(*window[:2], strict=True)) for _, window in numbers) > 20
 
 
-NAMED: dict[str, tuple[tuple[int, ...], Window]] = {
-    "whole": ((2, 3), ((2, 3), (3, 1), 0)),
-    "reshaped": ((2, 3), ((3, 2), (2, 1), 0)),
-    "scalar of a scalar": ((), ((), (), 0)),
-    "empty": ((2, 3), ((0, 3), (3, 1), 0)),
-    "empty at the end": ((2, 3), ((2, 0), (3, 1), 3)),
-    "column": ((3, 4), ((3,), (4,), 2)),
-    "last column, stride past the end": ((3, 4), ((3, 1), (4, 7), 3)),
-    "diagonal": ((3, 3), ((3,), (4,), 0)),
-    "every third of ten": ((10,), ((4,), (3,), 0)),
-    "transpose": ((2, 3), ((3, 2), (1, 3), 0)),
-    "transpose of a slice": ((4, 6), ((3, 2), (1, 12), 8)),
-    "expanded row": ((1, 3), ((4, 3), (0, 1), 0)),
-    "expanded between transposed": ((2, 3), ((3, 5, 2), (1, 0, 3), 0)),
-    "sliding windows": ((7,), ((3, 3), (2, 1), 0)),
-    "unit dimensions around a transpose": ((2, 3), ((1, 3, 1, 2, 1), (9, 1, 2, 3, 0), 0)),
-}
-
-
-def test_named_windows() -> None:
-    _check(list(NAMED.values()))
-
-
 @pytest.mark.parametrize(
     ("window", "permutation"),
     [(((3, 2), (1, 3), 0), (1, 0)), (((1, 3, 2), (0, 1, 3), 0), (0, 2, 1)), (((2, 2), (1, 3), 1), (1, 0))],
@@ -116,15 +93,3 @@ def test_a_pure_transpose_stays_pending(window: Window, permutation: tuple[int, 
     assert isinstance(got, Permuted)
     assert got.permutation == permutation
     assert got.shape == window[0]
-
-
-def _program(name: str) -> str:
-    """The primitives that read a window."""
-    shape, window = NAMED[name]
-    return str(jax.make_jaxpr(lambda base: _as_array(strided.read(base, *window)))(jnp.zeros(shape)))
-
-
-def test_a_divisible_window_needs_no_gather_and_an_overlapping_one_does() -> None:
-    for name in ("column", "transpose of a slice", "every third of ten", "expanded row", "diagonal"):
-        assert "gather" not in _program(name), name
-    assert "gather" in _program("sliding windows")
