@@ -30,6 +30,7 @@ REFUSED = [
     ((), {}, TypeError, "device"),
     (("xla",), {"dtype": torch.float16, "policy": "hpu"}, UnsupportedDtypeError, "'hpu' offers torch.bfloat16, got"),
     (("xla",), {"policy": "tqu"}, PolicyError, "unknown policy 'tqu'; nearest: tpu"),
+    (("mtia",), {"policy": "cuda"}, PolicyError, "rules can be changed on cpu, cuda"),
     *(
         (
             (device,),

@@ -51,17 +51,6 @@ def test_backward_runs_as_forward_did(device):
     assert a.grad.tolist() == [[6.0, 6.0], [6.0, 6.0]]
 
 
-def test_cast_inputs(device):
-    (function, seen), (a, b) = matmul_function(device, cast_inputs=FULL), leaves(device)
-    with autocast(device, dtype=LOW):
-        loss = function.apply(a.to(LOW), b).sum()
-    loss.backward()
-    assert seen == [(False, FULL, FULL), (False, FULL, FULL)]
-    seen.clear()
-    function.apply(a.to(LOW), b.to(LOW)).sum().backward()  # outside a region nothing happens
-    assert seen == [(False, LOW, LOW), (False, LOW, LOW)]
-
-
 def test_backward_follows_the_policy_of_forward():
     device = xla_amp.xla_device()
     (function, seen), (a, b) = matmul_function(device), leaves(device)

@@ -220,23 +220,6 @@ def test_a_second_pass_that_raises_restores_the_rules(device):
     same(device, lambda: autocast(device, rules=RULES))
 
 
-def test_kernels_are_installed_once_in_a_backward_pass(monkeypatch):
-    """Those of a rule for modules take 30 ms, and a model has many checkpointed parts."""
-    made, install = [], torch.library.Library.impl
-
-    def counted(self, name, *rest, **options):
-        made.append(str(name))
-        return install(self, name, *rest, **options)
-
-    monkeypatch.setattr(torch.library.Library, "impl", counted)
-    model = Model(lambda function, x: checkpoint(function, x, use_reentrant=False))
-    with autocast("cpu", rules={"module:first": "fp32"}):
-        loss = model(torch.rand(4, 16, requires_grad=True))
-    forward, made[:] = list(made), []
-    loss.backward()
-    assert sorted(made) == sorted(forward)
-
-
 def test_what_is_saved_is_released_with_the_graph():
     class Part:
         def __call__(self, x):

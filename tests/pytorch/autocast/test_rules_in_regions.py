@@ -149,13 +149,6 @@ def test_tensors_of_another_device_are_left_alone():
         assert torch.mm(host, host).dtype is LOW
 
 
-def test_attention(device):
-    query, mask = torch.randn(1, 2, 4, 8).to(device), torch.zeros(4, 4, device=device)
-    with opened(device):
-        assert F.scaled_dot_product_attention(query, query, query, attn_mask=mask).dtype is LOW
-        assert F.scaled_dot_product_attention(query, query, query.to(LOW), is_causal=True).dtype is LOW
-
-
 def test_gradients_have_the_dtype_of_their_parameter(device):
     weight = torch.ones(2, 2, device=device, requires_grad=True)
     with policy.override(softmax="low"), opened(device):
@@ -291,31 +284,6 @@ def test_an_operator_that_is_defined_later(device, full):
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------
-
-
-def test_decisions_are_recorded(low_of):
-    full = torch.ones(2, 2, device=xla_amp.xla_device())
-    low = low_of(full.device)
-    name = str(low).removeprefix("torch.")
-    with events.capture() as records, autocast("xla"):
-        torch.mm(full, full.to(low))
-        torch.atan2(full.to(low), full)
-        full + full
-        with policy.override(mm="keep"):
-            torch.mm(full, full)
-        with autocast("xla", enabled=False):
-            torch.mm(full, full)
-    torch.mm(full, full)
-    product, joined, kept = records
-    assert (product.operation, product.cast, product.layer) == ("mm", "low", "builtin")
-    assert product.policy == ("gpu" if low is HALF else "tpu")
-    assert (product.given, product.used) == (("float32", name), (name, name))
-    assert product.result == (name,)
-    assert product.front == "pytorch"
-    assert product.why
-    assert product.location.startswith(__file__)
-    assert (joined.operation, joined.given, joined.used) == ("atan2", (name, "float32"), ("float32", "float32"))
-    assert (kept.cast, kept.layer, kept.result) == ("keep", "override", ("float32",))
 
 
 def test_the_parts_of_an_operation_are_not_cast_again(device, full):
