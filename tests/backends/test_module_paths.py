@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch.nn.modules import module as torch_module
@@ -89,26 +87,6 @@ def test_exceptions(seen, kind):
         assert module_paths.current() is None
 
 
-def test_a_hook_of_the_users_that_fails_before_ours_ran(seen):
-    def refuse(module, args):
-        if module is inner:
-            raise ValueError("refused")
-
-    def call(x):
-        with pytest.raises(ValueError, match="refused"):
-            inner(x)
-        return x
-
-    inner = Note(seen)
-    first = torch_module.register_module_forward_pre_hook(refuse)
-    torch_module._global_forward_pre_hooks.move_to_end(first.id, last=False)
-    try:
-        Note(seen, do=call)(ONE)
-    finally:
-        first.remove()
-    assert seen == ["", ""]
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_has_the_path_of_the_forward_pass(seen, reentrant):
     block = Note(seen, [Note(seen)], do=torch.sin)
@@ -124,25 +102,6 @@ def test_recomputation_has_the_path_of_the_forward_pass(seen, reentrant):
     seen.clear()
     block(ONE)
     assert seen[0] == "", "outside a backward pass it is a separate model"
-
-
-def test_threads_have_their_own(seen):
-    ready, go = threading.Event(), threading.Event()
-
-    def wait(x):
-        ready.set()
-        go.wait(5)
-        return x
-
-    other: list[str | None] = []
-    thread = threading.Thread(target=Note(other, [Note(other, do=wait)]), args=(ONE,))
-    thread.start()
-    ready.wait(5)
-    Note(seen)(ONE)
-    go.set()
-    thread.join()
-    assert seen == ["", ""]
-    assert other == ["", "parts.0", "parts.0", ""]
 
 
 def test_a_start_inside_the_model():

@@ -107,22 +107,6 @@ class Binding(Plain):
             p.data = p.data - 0.1 * moment
 
 
-class Exchanging(Plain):
-    """Two lists of moments that change places."""
-
-    def __init__(self, params):
-        super().__init__(params)
-        self.new, self.old = ([torch.zeros_like(p) for p in self.params] for _ in range(2))
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p, new, old in zip(self.params, self.new, self.old, strict=True):
-            if p.grad is not None:
-                new.copy_(0.9 * old + p.grad)
-                p.sub_(0.1 * new)
-        self.new, self.old = self.old, self.new
-
-
 class Library:
     """An object with state."""
 
@@ -159,15 +143,6 @@ class Checking(Plain):
                 p.sub_(0.1 * p.grad)
 
 
-class Uploading(Plain):
-    """Writes values from the host."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p in self.params:
-            p.copy_(torch.full(p.shape, 0.25)) if p.grad is None else p.sub_(0.1 * p.grad)
-
-
 def sgd(params):
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
@@ -185,10 +160,8 @@ FORMS = {
     "centralized": (lambda p: Centralized(p, lr=0.1, momentum=0.9), True),
     "named": (Named, False),
     "binding": (Binding, True),
-    "exchanging": (Exchanging, False),
     "with an object": (WithObject, False),
     "checking": (Checking, False),
-    "uploading": (Uploading, True),
     "in wrap": (lambda p: xla_amp.syncfree.wrap(Around(sgd(p))), True),
 }
 """Name -> optimizer of parameters, and whether the device decides on its steps."""

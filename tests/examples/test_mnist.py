@@ -73,12 +73,6 @@ def test_it_ends_with_what_the_figures_mean():
     assert "compiling a step" not in done.stderr  # a log line in the middle of the progress bar
 
 
-@pytest.mark.full
-def test_training_within_the_warm_up_measures_nothing():
-    found = results("--device=cpu", "--epochs=1", "--batch-size=1024")
-    assert found["seconds_per_step"] is None
-
-
 @pytest.fixture(scope="module")
 def mnist() -> ModuleType:
     """The example as a module."""
@@ -120,21 +114,6 @@ def test_idx_files(mnist, mnist_folder):
     assert abs(images.std(correction=0).item() - 1) < 1e-5
     bright = images[:, 0].sum(dim=1).argmax(dim=1)
     assert bright.tolist() == (2 * labels + 4).tolist()
-
-
-def test_missing_files_are_named(mnist_folder):
-    (mnist_folder / "t10k-images-idx3-ubyte.gz").unlink()
-    error = run("--device=cpu", f"--data-dir={mnist_folder}", ok=False).stderr
-    assert "must hold MNIST's four files" in error
-    assert "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte" in error
-    assert "missing: t10k-images-idx3-ubyte." in error
-
-
-def test_another_kind_of_file_is_refused(mnist, tmp_path):
-    path = tmp_path / "train-images-idx3-ubyte"
-    path.write_bytes(b"\x00\x00\x0d\x03" + bytes(12))
-    with pytest.raises(ValueError, match=r"begins 00 00 08, got 00 00 0d 03"):
-        mnist.read_idx(path)
 
 
 @pytest.mark.parametrize(

@@ -285,12 +285,6 @@ def test_a_step_of_the_trainer_is_one_executable_without_syncs(
     record("Trainer", "bf16" if "bf16" in options else "fp16", counts.found[-1], steps)
 
 
-def test_logging_compiles_no_further_step(tmp_path: Path) -> None:
-    counts = Counts()
-    trainer(net(), tmp_path, bf16=True, logging_steps=3, callbacks=[counts]).train()
-    assert sum(compiled for _, _, compiled in counts.found) <= 3  # a step, the mean of the losses, their reset
-
-
 class Overflows(Trainer):
     """The loss of the third step is infinite."""
 
@@ -466,13 +460,6 @@ def test_an_evaluation_gives_the_metrics_of_the_cpu_and_compiles_once(on_cpu: An
     assert xla_amp.metrics()["compilations"] <= 2  # batches of four rows, and one of two
 
 
-@pytest.mark.parametrize("asked", [None, 3])
-def test_results_of_an_evaluation_go_to_the_host(asked: int | None, tmp_path: Path) -> None:
-    made = trainer(net(), tmp_path, eval_accumulation_steps=asked)
-    assert made.args.eval_accumulation_steps == (asked or 1)
-    assert trainer(net(), tmp_path, eval_accumulation_steps=asked, use_cpu=True).args.eval_accumulation_steps == asked
-
-
 # ---- models of transformers ------------------------------------------------------------------------------------------
 
 TOKENS = torch.randint(3, 32, (16, 8), generator=torch.Generator().manual_seed(1))
@@ -509,47 +496,6 @@ def test_gradient_checkpointing_and_label_smoothing(text_losses: list[float], tm
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved", device_map="jax")
     assert again.device.type == "jax"
     assert all(map(torch.equal, *([p.cpu() for p in m.parameters()] for m in (made.model, again))))
-
-
-def test_lora_trains_adapters_only(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="LoRA")
-    losses = {}
-    for use_cpu in (True, False):
-        lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
-        model = peft.get_peft_model(gpt(), lora)
-        made = trainer(model, tmp_path, TEXT, use_cpu=use_cpu, bf16=not use_cpu, learning_rate=0.1)
-        made.train()
-        losses[use_cpu] = logged(made)
-    assert difference(losses[True], losses[False]) < 3e-2
-    assert losses[False][-1] < losses[False][0]
-    made.save_model(tmp_path / "adapter")
-    loaded = peft.PeftModel.from_pretrained(gpt(), tmp_path / "adapter")
-    weights = {name: value.cpu() for name, value in peft.get_peft_model_state_dict(model).items()}
-    assert all(torch.equal(value, weights[name]) for name, value in peft.get_peft_model_state_dict(loaded).items())
-
-
-def test_text_is_generated_during_evaluation(tmp_path: Path) -> None:
-    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
-
-    options = {"arguments": Seq2SeqTrainingArguments, "kind": Seq2SeqTrainer, "predict_with_generate": True}
-    config = transformers.T5Config(
-        vocab_size=32,
-        d_model=8,
-        d_kv=4,
-        d_ff=8,
-        num_layers=1,
-        num_heads=2,
-        decoder_start_token_id=0,
-        initializer_factor=5.0,
-    )
-    found = []
-    for use_cpu in (True, False):
-        torch.manual_seed(0)
-        model = transformers.T5ForConditionalGeneration(config)
-        made = trainer(model, tmp_path, TEXT[:4], use_cpu=use_cpu, generation_max_length=4, **options)
-        found.append(made.predict(TEXT[:4]).predictions.tolist())
-    assert found[0] == found[1]
-    assert len({token for row in found[0] for token in row}) > 3
 
 
 def llama() -> tuple[Any, torch.Tensor, torch.Tensor]:

@@ -110,13 +110,6 @@ def test_examples_are_padded_with_their_masks_and_types() -> None:
     assert set(batch["input_ids"][0, 5:].tolist()) == {0}
 
 
-@pytest.mark.parametrize("as_tensors", [False, True])
-def test_a_single_example_is_padded(as_tensors: bool) -> None:
-    (row,) = examples(5)
-    row = {name: torch.tensor(x) if as_tensors else x for name, x in row.items()}
-    assert DataCollatorWithPadding(tokenizer())([row])["input_ids"].shape == (1, 16)
-
-
 def test_labels_of_tokens_are_padded_as_the_collator_does() -> None:
     rows = [{**row, "labels": [1] * len(row["input_ids"])} for row in examples(5, 20)]
     labels = DataCollatorForTokenClassification(tokenizer())(rows)["labels"]
@@ -201,10 +194,6 @@ def test_what_the_user_chose_stays(options: dict[str, Any], length: int) -> None
     rows = [{**row, "labels": row["input_ids"]} for row in examples(5, 20)]
     labels = DataCollatorForSeq2Seq(tokenizer(), **options)(rows)["labels"]
     assert labels.shape[1] == (20 if options == {"padding": "max_length"} else length)  # as transformers has it
-
-
-def test_rows_that_are_not_to_be_padded_stay() -> None:
-    assert [len(row) for row in tokenizer().pad(examples(5, 20), padding=False)["input_ids"]] == [5, 20]
 
 
 @pytest.mark.parametrize(

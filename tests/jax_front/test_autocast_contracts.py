@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,23 +34,6 @@ def distance(found, expected):
         for tree in (found, expected)
     )
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
-
-
-def filtered(w):
-    @eqx.filter_custom_vjp
-    def layer(w, x):
-        return jnp.tanh(x @ w)
-
-    @layer.def_fwd
-    def _(perturbed, w, x):
-        out = layer(w, x)
-        return out, out
-
-    @layer.def_bwd
-    def _(out, g, perturbed, w, x):
-        return X.T @ (g * (1 - out**2))
-
-    return jnp.sum(layer(w, X) ** 2)
 
 
 def perturbed(w):
@@ -92,7 +74,7 @@ def checkpointed_loop(w):
     return jnp.sum(while_loop(lambda state: state[0] < 5, step, (0, X), max_steps=16, kind="checkpointed")[1])
 
 
-@pytest.mark.parametrize("loss", [filtered, perturbed, symbolic_jvp, checkpointed_loop])
+@pytest.mark.parametrize("loss", [perturbed, symbolic_jvp, checkpointed_loop])
 def test_rules_with_symbolic_zeros(loss):
     expected = jax.jit(jax.grad(loss))(W)
     assert low_products(loss, W) > 0
@@ -173,14 +155,6 @@ def test_a_kernel_runs_as_it_was_written(loss, dtype):
     assert (record.used[0], found.dtype) == (dtype, jnp.float32)
     assert low_products(loss, W) > 0
     assert 0 < distance(found, loss(W)) < 2e-2
-
-
-def test_a_rule_around_such_a_kernel():
-    def loss(w):
-        return jnp.sum(multiplied(X @ w, X))
-
-    for gradient in (jax.grad(autocast(loss)), jax.jit(autocast(jax.grad(loss)))):
-        assert 0 < distance(gradient(W), jax.grad(loss)(W)) < 1e-2
 
 
 def compilations(calls):

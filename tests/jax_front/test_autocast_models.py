@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -32,41 +31,6 @@ class NnxCnn(nnx.Module):
         x = nnx.relu(self.norm(self.first(x)))
         x = nnx.relu(self.second(x))
         return self.head(x.reshape(x.shape[0], -1))
-
-
-class EquinoxBlock(eqx.Module):
-    attention: eqx.nn.MultiheadAttention
-    norms: list[eqx.nn.LayerNorm]
-    mlp: eqx.nn.MLP
-
-    def __init__(self, width, heads, key):
-        one, two = jax.random.split(key)
-        self.attention = eqx.nn.MultiheadAttention(heads, width, key=one)
-        self.norms = [eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width)]
-        self.mlp = eqx.nn.MLP(width, width, 4 * width, 1, activation=jax.nn.gelu, key=two)
-
-    def __call__(self, x):
-        h = jax.vmap(self.norms[0])(x)
-        x = x + self.attention(h, h, h)
-        return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
-
-
-class EquinoxTransformer(eqx.Module):
-    embedding: eqx.nn.Embedding
-    blocks: list[EquinoxBlock]
-    head: eqx.nn.Linear
-
-    def __init__(self, layers, width, words, key):
-        keys = jax.random.split(key, layers + 2)
-        self.embedding = eqx.nn.Embedding(words, width, key=keys[0])
-        self.blocks = [EquinoxBlock(width, 4, key) for key in keys[2:]]
-        self.head = eqx.nn.Linear(width, words, key=keys[1])
-
-    def __call__(self, tokens):
-        x = jax.vmap(self.embedding)(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return jax.vmap(self.head)(x)
 
 
 def haiku_network():
@@ -124,17 +88,6 @@ def test_the_text_of_a_program_grows_little(platform, most):
 
     mixed = jax.value_and_grad(autocast(loss, policy="tpu"))
     assert length(mixed) <= most * length(jax.value_and_grad(loss))
-
-
-def test_an_equinox_transformer():
-    words = tokens(length=8)
-    model = EquinoxTransformer(1, 16, 100, jax.random.key(1))
-    weights, rest = eqx.partition(model, eqx.is_array)
-
-    def loss(weights, words):
-        return cross_entropy(jax.vmap(eqx.combine(weights, rest))(words[:, :-1]), words[:, 1:])
-
-    compare(loss, weights, words, loss_tolerance=4e-3, least_cosine=0.999)
 
 
 def test_haiku():

@@ -85,16 +85,6 @@ def test_the_gradient_of_a_bias_adds_up_in_float32():
     np.testing.assert_array_equal(gradient["b"], np.full(8, 4097))
 
 
-def test_a_mask_is_no_bias():
-    q = jnp.ones((1, 4, 8))
-    mask = jnp.full((1, 4, 4), jnp.finfo(jnp.float32).min)
-
-    def scores(q, k, mask):
-        return jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k) + mask)
-
-    np.testing.assert_allclose(autocast(scores)(q, q, mask), np.full((1, 4, 4), 1 / 4))
-
-
 def test_residuals_of_a_scanned_mlp_are_those_of_hand_written_casts():
     weights = {"w": jnp.ones((6, 32, 32)), "b": jnp.ones((6, 32)), "v": jnp.ones((6, 32, 32)), "c": jnp.ones((6, 32))}
     x = jnp.ones((64, 32))

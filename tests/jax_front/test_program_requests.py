@@ -172,32 +172,6 @@ def test_products_of_the_optimizer_are_left_alone(name):
         assert (found[LOW], found[WIDE]) == (model, plain - model)
 
 
-def test_products_of_lbfgs_are_left_alone():
-    weights, x = {"w": array(8, 8)}, array(4, 8, seed=2)
-    optimizer = optax.lbfgs(memory_size=3)
-
-    def loss(weights):
-        return jnp.mean(jnp.tanh(x @ weights["w"]) ** 2)
-
-    def step(weights, state):
-        value, gradients = optax.value_and_grad_from_state(loss)(weights, state=state)
-        updates, state = optimizer.update(gradients, state, weights, value=value, grad=gradients, value_fn=loss)
-        return optax.apply_updates(weights, updates), state
-
-    def without_model(weights, state):
-        return optax.scale_by_lbfgs(memory_size=3).update(weights, state[0], weights)
-
-    state = optimizer.init(weights)
-    found, plain = contractions(autocast(step), weights, state), contractions(step, weights, state)
-    inner = contractions(without_model, weights, state)[WIDE]
-    assert found[WIDE] >= inner > 3
-    assert found[LOW] + found[WIDE] == plain[WIDE]
-    products = jax.jit(autocast(step)).lower(weights, state).as_text()
-    for line in products.splitlines():
-        if "dot_general" in line and "xbf16>" in line:
-            assert "tensor<8x" in line  # the model's
-
-
 def test_a_loss_that_is_evaluated_after_the_update_is_the_models():
     w, x = array(8, 8), array(4, 8, seed=2)
 

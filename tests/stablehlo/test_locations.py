@@ -33,17 +33,3 @@ def test_names_and_lines(location: str, name: str | None, first_name: str, line:
     _, operation = located(location)
     found = locations.of(operation)
     assert (found.name, found.first_name, found.line, found.position) == (name, first_name, line, None)
-
-
-def test_a_call_stack() -> None:
-    _, operation = located('"f/abs"(callsite("g"("m.py":3:4) at callsite("h"("n.py":5:6) at "main"("run.py":1:0))))')
-    frames = locations.of(operation).frames
-    assert [(frame.function, frame.file) for frame in frames] == [("g", "m.py"), ("h", "n.py"), ("main", "run.py")]
-    assert frames[1].caller == '"main"("run.py":1:0'
-    assert frames[2].caller == ""
-
-
-def test_text_without_locations_names_its_lines() -> None:
-    module = ir.parse("func.func @main(%x: tensor<f32>) -> tensor<f32> {\nreturn %x : tensor<f32> }")
-    found = locations.of(next(ir.operations(ir.functions(module)["main"])))
-    assert (found.name, found.first_name, found.line, found.position) == (None, "", "", (2, 1))

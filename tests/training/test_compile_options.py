@@ -179,11 +179,3 @@ def test_programs_inside_others_go_without(monkeypatch, device):
     program = execute.programs()[-1]
     with pytest.raises(ValueError, match="can only be passed to top-level"):
         jax.jit(program.jitted)(*program.abstract)
-
-
-def test_what_was_recorded_before_is_run_while_jax_traces(device):
-    model = nn.Linear(4, 2).to(device)
-    params, function = functional(model)
-    waiting = torch.ones(3, device=device) * 2
-    jax.jit(function)(params, jnp.ones((3, 4)))
-    assert waiting.tolist() == [2, 2, 2]

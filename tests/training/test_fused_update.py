@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import re
 
-import jax
-import jax.numpy as jnp
 import pytest
 import targets
 import torch
@@ -17,7 +15,6 @@ import xla_amp
 from xla_amp import GradScaler, syncfree
 from xla_amp.lazy import private_api
 from xla_amp.lazy.programs import execute, pjrt
-from xla_amp.lowering import table
 
 SHAPES = [(64, 128), (128, 256), (256,), (32, 32, 8)]
 FUSED = {
@@ -105,61 +102,3 @@ def test_each_new_value_takes_the_place_of_its_own_old_one():
     over = written_over(program)
     assert [over[index] for index in range(len(donated))] == list(range(len(donated)))
     assert sorted(donated) == sorted([*SHAPES * 3, *[()] * len(SHAPES)])  # no gradient among them
-
-
-LARGE = [(8192, 8192), (4096, 8192)]
-"""More than a TPU's on-chip memory holds: what fits is counted again where it is brought there and back."""
-ON_TPU = {"_fused_sgd_": 2, "_fused_adam_": 3}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ON_TPU)
-def test_updates_move_the_least_on_a_tpu(name):
-    if not targets.available("v6e"):
-        pytest.skip("no compiler for a TPU here")
-    buffers = ON_TPU[name]
-    check = table()["_amp_foreach_non_finite_check_and_unscale_"].function
-    options = {"_fused_sgd_": ("momentum", "dampening"), "_fused_adam_": ("beta1", "beta2", "eps")}[name]
-    fixed = {"_fused_sgd_": {"nesterov": False, "is_first_step": False}, "_fused_adam_": {"amsgrad": False}}[name]
-
-    def update(params, states, grads, counts, numbers):
-        *grads, found = check(grads, jnp.zeros((), jnp.float32), numbers[0], replicas=None)
-        given = dict(zip(("lr", "weight_decay", *options), numbers[1:], strict=True))
-        extra = [[], counts] if name == "_fused_adam_" else []
-        given |= {"platform": "tpu"} if name == "_fused_adam_" else {}
-        new = table()[name].function(params, grads, *states, *extra, **given, **fixed, maximize=False, found_inf=found)
-        return new[: len(params)] + new[2 * len(params) :]  # the gradients are dropped
-
-    values = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in LARGE]
-    with private_api.x64():
-        numbers = jax.ShapeDtypeStruct((3 + len(options),), jnp.float64)
-        counts = [jax.ShapeDtypeStruct((), jnp.float32)] * len(LARGE)
-        arguments = values, [values] * (buffers - 1), values, counts, numbers
-        text = jax.jit(update, donate_argnums=(0, 1)).lower(*arguments).as_text()
-    least = 4 * sum(math.prod(shape) for shape in LARGE) * (2 * buffers + 2)
-    assert least <= targets.compile_for(text, "v6e").bytes_accessed <= 1.01 * least
-
-
-def distinct(hlo):
-    """(instructions, kernels that differ in more than names) of an optimized program."""
-    kernels = set()
-    count = 0
-    for computation in hlo.split("\n\n"):
-        lines = [line.partition(", metadata=")[0] for line in computation.splitlines() if " = " in line]
-        count += len(lines)
-        if not computation.lstrip().startswith("ENTRY"):
-            kernels.add(re.sub(r"[\w\-]+\.[\d.]+|%[\w\-.]+", "", "\n".join(lines)))
-    return count, len(kernels)
-
-
-def counts_of(number):
-    """The same of a scaled Adam step for so many parameters of one shape."""
-    return distinct(steady_step(lambda p: syncfree.Adam(p, lr=0.1), [(4, 8)] * number).optimized_hlo())
-
-
-@pytest.mark.full
-def test_the_program_grows_by_the_same_for_each_parameter_and_its_kernels_do_not():
-    """A flag recomputed in every update is quadratic; entries picked out of a vector are kernels of their own."""
-    instructions, kernels = zip(*(counts_of(number) for number in (16, 24, 32)), strict=True)
-    assert instructions[2] - instructions[1] <= 1.02 * (instructions[1] - instructions[0])
-    assert kernels[0] == kernels[1] == kernels[2]

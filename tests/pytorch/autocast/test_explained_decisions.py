@@ -48,14 +48,3 @@ def test_reports_equal_what_the_dispatcher_does_for_every_registered_operation()
                 if done != told:
                     wrong[operation, str(dtypes)] = done, told
     assert wrong == {}
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_with_an_override_active_its_operation_is_told_differently_and_no_other():
-    with xla_amp.explain() as report:
-        with policy.override(mm="keep", mse_loss="low"):
-            assert done_and_told(report, "mm", [FULL]) == ([], [])
-            assert done_and_told(report, "mse_loss", [FULL]) == (["float32->bfloat16"] * 2, ["float32->bfloat16"] * 2)
-            assert done_and_told(report, "bmm", [FULL]) == (["float32->bfloat16"] * 2, ["float32->bfloat16"] * 2)
-        assert done_and_told(report, "mm", [FULL])[0] == ["float32->bfloat16"] * 2
-        assert done_and_told(report, "mse_loss", [LOW])[1] == ["bfloat16->float32"] * 2

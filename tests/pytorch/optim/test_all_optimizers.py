@@ -146,30 +146,6 @@ def test_the_first_step_is_the_program_of_the_next_ones(name, closure):
     torch.testing.assert_close([p.cpu() for p in model.parameters()], list(expected.parameters()), atol=1e-5, rtol=1e-4)
 
 
-def test_another_librarys_step_gets_all_its_arguments():
-    class Scaled(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {})
-
-        def step(self, closure, *, factor):
-            loss = closure()
-            with torch.no_grad():
-                for parameter in self.param_groups[0]["params"]:
-                    parameter.sub_(parameter.grad, alpha=factor)
-            return loss
-
-    model, x, y = networks(xla_amp.xla_device())
-    optimizer, before = Scaled(model.parameters()), model[0].weight.detach().clone()
-
-    def closure():
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure, factor=0.5).isfinite()
-    torch.testing.assert_close(model[0].weight.detach(), before - 0.5 * model[0].weight.grad)
-
-
 def test_a_parameter_without_a_gradient_gets_no_state():
     model, x, y = networks(xla_amp.xla_device())
     model[2].weight.requires_grad_(False)
@@ -177,31 +153,6 @@ def test_a_parameter_without_a_gradient_gets_no_state():
     nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()
     assert list(optimizer.state) == [model[0].weight]
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "Adagrad"])
-@pytest.mark.parametrize("maximize", [False, True])
-def test_those_that_torch_steps_on_the_host_in_double(name, maximize):
-    options = {"lr": 0.05, "weight_decay": 0.1, "maximize": maximize}
-
-    def run(device, optimizer_of, scaler):
-        params = [
-            nn.Parameter(torch.linspace(-1, 2, n, dtype=torch.float64).reshape(shape).to(device))
-            for n, shape in [(12, (3, 4)), (5, (5,)), (1, ()), (8, (2, 2, 2))]
-        ]
-        optimizer = optimizer_of(params)
-        for step in range(6):
-            for parameter in params:
-                parameter.grad = scaler.scale(torch.sin(parameter.detach() * 3 + step))
-            scaler.step(optimizer)
-            scaler.update()
-            xla_amp.sync()
-        return [parameter.detach().cpu() for parameter in params]
-
-    make = getattr(torch.optim, name)
-    ours = run(xla_amp.xla_device(), lambda p: make(p, **options), GradScaler())
-    theirs = run("cpu", lambda p: make(p, foreach=False, **options), torch.amp.GradScaler("cpu"))
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 SAVED = {

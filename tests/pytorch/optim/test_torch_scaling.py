@@ -130,36 +130,6 @@ def test_loops(device, name):
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-5)
 
 
-class PassedItself(torch.optim.SGD):
-    """Takes part by torch's older contract: its step gets the scaler."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure=None, *, grad_scaler=None):
-        state = grad_scaler._per_optimizer_states[id(self)]
-        if not state["found_inf_per_device"]:
-            state["found_inf_per_device"] = grad_scaler._check_inf_per_device(self)
-        self.seen = grad_scaler
-        if not sum(flag.item() for flag in state["found_inf_per_device"].values()):
-            inverse = 1 / grad_scaler.get_scale()
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad.mul_(inverse)
-            super().step()
-
-
-def test_pass_itself(device):
-    weight = nn.Parameter(torch.ones(2, device=device))
-    optimizer = PassedItself([weight], lr=1.0)
-    scaler = GradScaler(device, init_scale=4.0)
-    scaler.scale(weight.sum()).backward()
-    with pytest.warns(FutureWarning, match="GradScaler is going to stop passing itself"):
-        scaler.step(optimizer)
-    scaler.update()
-    assert optimizer.seen is scaler
-    assert weight.tolist() == [0.0, 0.0]
-
-
 def test_gradients_that_break_after_unscale(device):
     weight = nn.Parameter(torch.ones(2, device=device))
     optimizer = torch.optim.SGD([weight], lr=1.0)

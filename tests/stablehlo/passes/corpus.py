@@ -132,10 +132,6 @@ def recurrent(p: Any, xs: Any) -> Any:
     return lax.scan(step, jnp.zeros((4, 32)), xs)[1]
 
 
-def stacked(p: Any, x: Any) -> Any:
-    return lax.scan(lambda x, layer: (block(layer, x), None), x, p)[0]
-
-
 def trained(weight: Any, xs: Any, ys: Any) -> Any:
     def step(weight: Any, pair: Any) -> Any:
         x, y = pair
@@ -178,17 +174,6 @@ CASES: dict[str, Case] = {
     "mlp": Case(mlp, (mlp_parameters(), _ROWS), contractions=3),
     "mlp step": Case(jax.value_and_grad(mlp_loss), (mlp_parameters(), _ROWS, floats(4, 8)), 0.03, 8),
     "block step": Case(jax.value_and_grad(block_loss), (block_parameters(), _TEXT, floats(2, 8, WIDTH)), 0.03, 17),
-    "blocks by scan, step": Case(
-        jax.value_and_grad(squared(stacked)),
-        (jax.tree.map(lambda leaf: np.stack([leaf, -leaf]), block_parameters()), _TEXT),
-        0.04,
-        17,
-    ),
-    "attention": Case(
-        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),
-        (floats(2, 8, 4, 16), floats(2, 8, 4, 16), floats(2, 8, 4, 16)),
-        contractions=2,
-    ),
     "cross entropy step": Case(
         jax.value_and_grad(lambda w, x, t: -jnp.mean(jax.nn.log_softmax(jax.nn.relu(x @ w) @ w)[jnp.arange(4), t])),
         (_SQUARE, _ROWS, _TOKENS),
@@ -207,13 +192,6 @@ CASES: dict[str, Case] = {
         contractions=4,
     ),
     "convolutions step": Case(jax.grad(squared(residual_network)), (residual_parameters(), _IMAGES), 0.04, 10),
-    "largest of a window, step": Case(
-        # Two values that bfloat16 makes equal pass the gradient to another pixel, so few pixels make a large share.
-        jax.grad(lambda k, x: jnp.sum(pooled(convolved(k, x)) ** 2)),
-        (floats(3, 3, 3, 8), _IMAGES),
-        0.1,
-        2,
-    ),
     "argsort": Case(
         lambda w, x: jnp.take_along_axis(x, jnp.argsort(x @ w, -1), -1) @ w, (_SQUARE, _ROWS), contractions=2
     ),

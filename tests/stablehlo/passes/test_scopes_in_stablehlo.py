@@ -13,8 +13,7 @@ from xla_amp.common import events
 from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.jax import autocast as jax_autocast
 from xla_amp.stablehlo import autocast, ir
-from xla_amp.stablehlo.passes.autocast import as_program
-from xla_amp.stablehlo.passes.module_paths import ModulePaths, clone_per_path, own_path
+from xla_amp.stablehlo.passes.module_paths import own_path
 
 X = jnp.full((4, 4), 0.1)
 
@@ -58,15 +57,6 @@ def test_the_fronts_agree_about_each_module(patterns: tuple[str, ...]) -> None:
         assert {module for module, _ in found} <= {"a", "b", "a.attn", "b.attn", "a.loop", "b.loop"}
 
 
-def test_a_function_with_several_callers_is_cloned_for_each_path() -> None:
-    module = ir.copy(as_program(LOWERED).module)
-    with module.context:
-        copies = clone_per_path(module)
-    assert sorted(copies.values()).count("attend") == 1
-    ir.verify(module)
-    assert autocast(LOWERED, rules={"module:a.attn": "fp32"}).text().count("func.func private @attend") == 2
-
-
 @pytest.mark.parametrize(
     ("name", "path"),
     [
@@ -100,7 +90,3 @@ def test_a_pattern_that_matches_nothing_names_the_nearest_module() -> None:
         jax.make_jaxpr(jax_autocast(model))(X)
     with pytest.warns(RuleWarning, match=r"the program names no modules"):
         autocast(jax.jit(lambda x: x @ x).lower(X), rules=rules)
-
-
-def test_paths_of_other_policies_are_not_needed() -> None:
-    assert ModulePaths(as_program(LOWERED).module).seen == set()

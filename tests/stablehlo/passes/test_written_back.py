@@ -155,18 +155,6 @@ def test_a_product_with_quantized_weights_stays_as_it_is(operation, tmp_path, ca
     assert "quantized" in capsys.readouterr().out
 
 
-def test_complex_attributes_are_no_obstacle():
-    converted = autocast("""func.func @main(%x: tensor<4x4xf32>) -> tensor<4x4xf32> {
-  %0 = stablehlo.custom_call @other(%x) {table = dense<(1.0, 2.0)> : tensor<2xcomplex<f32>>}
-    : (tensor<4x4xf32>) -> tensor<4x4xf32>
-  %1 = stablehlo.dot_general %0, %x, contracting_dims = [1] x [0]
-    : (tensor<4x4xf32>, tensor<4x4xf32>) -> tensor<4x4xf32>
-  return %1 : tensor<4x4xf32>
-}
-""")
-    assert converted.report.casts == {"f32->bf16": 2}
-
-
 BLOCKS = """func.func @main(%x: tensor<4x4xf32>) -> tensor<4x4xf32> {
   %0 = stablehlo.dot_general %x, %x, contracting_dims = [1] x [0]
     : (tensor<4x4xf32>, tensor<4x4xf32>) -> tensor<4x4xf32>

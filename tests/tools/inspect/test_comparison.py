@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -121,22 +120,6 @@ def test_the_first_named_result_that_differs_is_named():
     assert nameless.first_difference().name == "result['c']"
 
 
-def test_as_plain_data(found):
-    plain = json.loads(json.dumps(found.to_dict()))
-    assert plain["outputs"][0]["error"]["relative"] == found.outputs[0].error.relative
-
-
-def test_overflow_in_the_low_program_is_counted():
-    big = np.full((4, 8), 300.0, dtype=np.float32)
-
-    def half(x, w):
-        return (x.astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32) @ w
-
-    compared = comparison.compare(module_of(lambda x, w: (x * x) @ w, big, W), module_of(half, big, W), [big, W])
-    assert compared.outputs[0].error.nonfinite == 32
-    assert not compared.agrees()
-
-
 def nested(depth):
     body = "stablehlo.return %x : tensor<4xf32>"
     for _ in range(depth):
@@ -225,13 +208,6 @@ def test_samples_fit_or_say_why(tmp_path):
         samples.fitted([W, KEY], module)
     with pytest.raises(ModuleError, match=r"argument 1: expected ui32\[2\], the sample is float32\[2\]"):
         samples.fitted([X, KEY.astype(np.float32)], module)
-
-
-def test_bfloat16_survives_numpys_files(tmp_path):
-    np.savez(tmp_path / "low.npz", X.astype(ml_dtypes.bfloat16))
-    module = module_of(lambda x: x * 2, X.astype(ml_dtypes.bfloat16))
-    (array,) = samples.fitted(samples.read_samples(tmp_path / "low.npz"), module)
-    np.testing.assert_array_equal(array, X.astype(ml_dtypes.bfloat16))
 
 
 def test_files_that_hold_no_samples(tmp_path):

@@ -67,14 +67,3 @@ def test_as_plain_data(found):
     plain = json.loads(json.dumps(found.to_dict()))
     assert plain["contractions"][0] == {"left": "bf16", "right": "bf16", "result": "f32", "count": 1}
     assert plain["casts"][0] == {"from": "f32", "to": "bf16", "count": 1, "bytes": 64}
-
-
-@pytest.mark.parametrize(
-    ("element", "size"),
-    [("f32", 4), ("bf16", 2), ("i1", 1), ("ui16", 2), ("complex<f32>", 8), ("f8E4M3FN", 1), ("i4", 0.5)],
-)
-def test_bytes_of_element_types(element, size):
-    module = ir.parse(
-        f"func.func @main(%x: tensor<6x{element}>) -> tensor<6x{element}> {{ return %x : tensor<6x{element}> }}"
-    )
-    assert inspection.inspect(module).arguments == 6 * size

@@ -38,13 +38,6 @@ def test_a_first_step_is_bad_by_its_loss_and_not_by_a_search_for_the_scale():
     assert is_bad(None, dataclasses.replace(first, loss=math.inf))
 
 
-def test_a_record_of_numbers_by_name():
-    numbers = {"gradient_norm": 2.0, "skipped": 1.0, "nonfinite/a/b": 1.0, "nonfinite/c": 0.0, "largest/": 3.0}
-    assert StepRecord.of(4, numbers, loss=0.5) == StepRecord(
-        step=4, loss=0.5, skipped=True, gradient_norm=2.0, nonfinite=("a/b",), largest={"": 3.0}
-    )
-
-
 @pytest.fixture
 def history() -> History:
     steps = [

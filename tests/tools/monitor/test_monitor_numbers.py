@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 
 import pytest
 import torch
@@ -189,32 +188,6 @@ def test_what_is_not_finite_is_named(scaled, captured, recwarn):
     )
 
 
-@pytest.mark.full
-def test_monitors_that_begin_after_captured_steps(scaled):
-    """Two of them, of one model; steps outside of blocks, and saved or copied models, are not recorded."""
-    model, optimizer, scaler, step, device = scaled
-    step = xla_amp.compile(step, strict=True)
-    given = [tuple(tensor.to(device) for tensor in pair) for pair in batches(12)]
-    for pair in given[:3]:
-        step(*pair)
-    one = xla_amp.monitor(model, optimizer, scaler)
-    other = xla_amp.monitor(model, optimizer, scaler)
-    for pair in given[3:9]:
-        with one.step(), other.step():
-            step(*pair)
-        step(*pair)
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model.cpu()))]
-    for each in copies:
-        each.cpu().train()(given[0][0].cpu()).sum().backward()
-    found = [monitor.read().steps for monitor in (one, other)]
-    assert [[record.step for record in steps] for steps in found] == [list(range(6))] * 2
-    assert found[0] == found[1]
-    for monitor in (one, other):
-        monitor.close()
-    assert not [name for name in vars(model) if "xla_amp" in name]
-    assert not model._forward_hooks
-
-
 @pytest.fixture
 def plain():
     """A model on the CPU, its optimizer, which changes nothing, and their monitor."""
@@ -333,15 +306,3 @@ def test_sinks_get_each_step_in_order():
     monitor = xla_amp.monitor(model, optimizer, sinks=[lambda record: 1 / 0])
     with pytest.raises(ZeroDivisionError), monitor.step():
         optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"optimizer": None}, "expected a torch.optim.Optimizer, got None"),
-    ],
-)
-def test_wrong_arguments_are_named(plain, wrong, said):
-    model, optimizer, _ = plain
-    with pytest.raises(TypeError, match=said):
-        xla_amp.monitor(**{"model": model, "optimizer": optimizer, **wrong})

@@ -170,16 +170,6 @@ def test_the_module_of_a_backward_operation(device):
     assert sorted(report.nonfinite_gradients) == ["0.bias", "0.weight"]
 
 
-def test_a_captured_function_in_the_step_is_seen():
-    device = xla_amp.xla_device()
-    captured = xla_amp.compile(lambda x: torch.log(x - 2))
-    x = torch.ones(2, device=device) * 3
-    for _ in range(4):
-        captured(x)
-    assert captured.replays
-    assert find_overflow(lambda: captured(torch.ones(2, device=device)) + 1).first.place.operation == "log"
-
-
 @pytest.mark.parametrize(
     ("finish", "ended"),
     [

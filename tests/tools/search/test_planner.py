@@ -86,13 +86,6 @@ def test_everything_low_that_fits_is_not_searched():
     assert program.calls == 1 + 6  # float32 once, everything low on each batch
 
 
-def test_what_errs_only_together_is_found_in_the_whole():
-    program = Synthetic(dict.fromkeys("abcdef", 0.0001), {frozenset("ab"): 1.0})
-    found = plan_search.search(program, budget={"loss": 1e-2})
-    assert found.met
-    assert len(back(program, found) & set("ab")) == 1
-
-
 def test_layers_of_a_kind_that_matters_little_are_measured_together():
     sizes = {
         f"{part}.{index}": (1e-2 if (part, index) == ("bad", 3) else 1e-6)

@@ -170,18 +170,6 @@ def test_what_is_no_loss_is_compared_by_its_results(searched):
     assert 0 < result.errors["output"] <= 0.1
 
 
-def test_tokens_are_batches_too():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11))
-
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-    tokens = [torch.randint(11, (4, 6)) for _ in range(4)]
-    result = xla_amp.search(step, tokens, budget=BUDGET)
-    assert (result.met, result.policy.decide("linear", "1").cast) == (True, "low")
-
-
 def test_a_step_that_calls_backward_is_refused():
     model = torch.nn.Linear(2, 1)
 
