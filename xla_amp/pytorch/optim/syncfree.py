@@ -52,21 +52,7 @@ class _SyncFree(Optimizer):
     grad_scale: Tensor
     found_inf: Tensor
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's."""
-        self._refuse_master(param_group.get("master"))
-        super().add_param_group(param_group)
-
-    def _refuse_master(self, master: Any) -> None:
-        if master is not None:
-            raise TypeError(
-                f"syncfree.{type(self).__name__}(master={master!r}): 16-bit master weights left in 0.3.0. Keep the "
-                "weights in float32 and compute in the low dtype under xla_amp.autocast, or use the Kahan sums of "
-                "torch-optimi (in JAX, optax with float32 weights)"
-            )
-
-    def _check_options(self, params: Any, differentiable: bool, fused: bool | None, master: Any) -> None:
-        self._refuse_master(master)
+    def _check_options(self, params: Any, differentiable: bool, fused: bool | None) -> None:
         name = f"syncfree.{type(self).__name__}"
         arguments.require(f"{name}(params)", params, Iterable, "parameters such as model.parameters()")
         if differentiable:
@@ -128,12 +114,7 @@ class _SyncFree(Optimizer):
         """Loads the state of this class or of torch.optim's class of the same name.
 
         Options of the groups are loaded too, but the step stays fused, and step counts go to the device.
-
-        Raises:
-            TypeError: state of the 16-bit master weights of versions before 0.3.0.
         """
-        for group in state_dict["param_groups"]:
-            self._refuse_master(group.get("master"))
         groups = [{**group, **_FUSED} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "param_groups": groups})
 
@@ -179,9 +160,8 @@ class SGD(_SyncFree, torch.optim.SGD):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        master: None = None,
     ) -> None:
-        self._check_options(params, differentiable, fused, master)
+        self._check_options(params, differentiable, fused)
         self._unstepped: dict[Tensor, Tensor] = {}
         """Parameter -> float32 (): 1 until its first step that was not skipped; kept where dampening needs it."""
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True)
@@ -295,9 +275,8 @@ class Adam(_SyncFree, torch.optim.Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        master: None = None,
     ) -> None:
-        self._check_options(params, differentiable, fused, master)
+        self._check_options(params, differentiable, fused)
         super().__init__(
             params,
             lr,
@@ -371,7 +350,6 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        master: None = None,
     ) -> None:
         super().__init__(
             params,
@@ -386,7 +364,6 @@ class AdamW(Adam):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=True,
-            master=master,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
