@@ -20,8 +20,8 @@ from xla_amp.lazy import private_api, to_device
 from xla_amp.lazy.dtypes import TO_TORCH
 from xla_amp.lazy.graph.trace import Buffer, spec
 from xla_amp.lazy.programs import mesh, pjrt
-from xla_amp.lazy.tensors import tensor_io, transfer
-from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.lazy.tensors import transfer
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE, array_of
 from xla_amp.lazy.torch_integration.device import device
 
 
@@ -33,26 +33,29 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     that is a view of a part of its buffer gets a copy.  64-bit dtypes are kept, also if JAX has them switched off.
 
     Args:
-        tensor: on the lazy device, or on torch_xla's, which is waited for; gradients do not flow through.
+        tensor: on the lazy device; gradients do not flow through.
 
     Raises:
         DeviceError: a tensor of another device.
-        EngineError: torch_xla's platform shares no memory with JAX.
+        EngineError: the process uses torch_xla.
 
     Example:
         >>> import torch, xla_amp
         >>> to_jax(torch.ones(2, device=xla_amp.xla_device())) + 1
         Array([2., 2.], dtype=float32)
     """
-    if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla":
-        from xla_amp.backends.torch_xla import dlpack
-
-        return dlpack.to_jax(tensor)
-    return array_behind(tensor)
+    arguments.require("to_jax(tensor)", tensor, torch.Tensor, "a tensor of the device")
+    base.require_lazy("to_jax()", "jax.numpy.asarray(tensor.cpu().numpy())")
+    if tensor.device.type != DEVICE_TYPE:
+        raise DeviceError(
+            f"expected a tensor of the lazy device, got one on {tensor.device}: move it with "
+            "tensor.to(xla_amp.xla_device()), or without a copy with xla_amp.jax.from_torch(tensor)"
+        )
+    return array_of(tensor.detach())
 
 
 def from_jax(array: jax.Array) -> torch.Tensor:
-    """A tensor over a JAX array, without a copy: on the lazy device, or on torch_xla's if that engine is in use.
+    """A lazy tensor over a JAX array, without a copy.
 
     The array stays valid and unchanged: writing to the tensor gives the tensor another array.  Do not donate the array
     to a JAX program while the tensor needs it.
@@ -64,17 +67,14 @@ def from_jax(array: jax.Array) -> torch.Tensor:
         DeviceError: the array is on another device, or was donated.
         UnsupportedDtypeError: torch has no such dtype.
         TypeError: not a concrete array.
-        EngineError: torch_xla's platform shares no memory with JAX.
+        EngineError: the process uses torch_xla.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from_jax(jnp.arange(3.0)).sum().item()
         3.0
     """
-    if base.select().DEVICE_TYPE != DEVICE_TYPE:
-        from xla_amp.backends.torch_xla import dlpack
-
-        return dlpack.from_jax(array)
+    base.require_lazy("from_jax()", "torch.from_numpy(numpy.array(array)).to(xla_amp.xla_device())")
     device()
     return tensor_over(array)
 
@@ -101,21 +101,6 @@ def from_torch(tensor: torch.Tensor) -> torch.Tensor:
         return to_device(tensor.cpu())
     result = tensor_over(transfer.from_memory(tensor))
     return result.requires_grad_() if tensor.requires_grad and tensor.is_leaf else result
-
-
-def array_behind(tensor: torch.Tensor) -> jax.Array:
-    """The array of a lazy tensor, without a copy if the tensor is its whole buffer; runs the recorded operations.
-
-    Raises:
-        DeviceError: a tensor of another device.
-    """
-    arguments.require("to_jax(tensor)", tensor, torch.Tensor, "a tensor of the device")
-    if tensor.device.type != tensor_io.DEVICE_TYPE:
-        raise DeviceError(
-            f"expected a tensor of the lazy device, got one on {tensor.device}: move it with "
-            "tensor.to(xla_amp.xla_device()), or without a copy with xla_amp.jax.from_torch(tensor)"
-        )
-    return tensor_io.array_of(tensor.detach())
 
 
 def tensor_over(array: jax.Array) -> torch.Tensor:

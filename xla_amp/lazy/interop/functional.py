@@ -18,7 +18,7 @@ import torch
 from xla_amp.backends import base, trees
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH
-from xla_amp.lazy.interop.arrays import array_behind
+from xla_amp.lazy.interop.arrays import to_jax
 from xla_amp.lazy.interop.functionalize import FunctionTrace, evaluate
 from xla_amp.lazy.interop.torch_function import has_64_bits
 from xla_amp.lazy.programs.observed import Function
@@ -294,7 +294,7 @@ def _is_lazy(value: Any) -> bool:
 
 
 def _array(tensor: torch.Tensor) -> jax.Array:
-    return array_behind(tensor if _is_lazy(tensor) else tensor.detach().to(device()))
+    return to_jax(tensor if _is_lazy(tensor) else tensor.detach().to(device()))
 
 
 def _as_dicts(value: Any) -> Any:
