@@ -101,6 +101,12 @@ def select(device: Any) -> int:
     return 0
 
 
+def synchronize(device: Any) -> None:
+    """Runs what was recorded and waits for the device; raises as `select` does."""
+    select(device)
+    sync(wait=True)
+
+
 # ---- the device's only stream, and events ----------------------------------------------------------------------------
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import threading
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,11 +22,15 @@ from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.ops import cast_layers, composites, dynamic_shape, memory, missing, operators, rnn, sparse, wrappers
 from xla_amp.lazy.ops.codegen import Variant, make_kernel
 from xla_amp.lazy.programs import execute, mesh, pjrt
-from xla_amp.lazy.programs.execute import sync
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import accelerator, c10d, device_guard, forks, generator, monkeypatches, nested
 from xla_amp.lowering import Lowering, registry, table
+
+
+def _of_device(function: Callable[[Any], Any]) -> Any:
+    """A function of ``torch.accelerator``, whose device may be named, as in torch.cuda."""
+    return staticmethod(functools.wraps(function)(lambda device=None: function(device)))
 
 
 class BackendModule:
@@ -70,11 +75,7 @@ class BackendModule:
 
     Stream, Event = accelerator.Stream, accelerator.Event
 
-    def current_stream(self, device: Any = None) -> accelerator.Stream:
-        """The device's only stream; raises as `set_device` does."""
-        return accelerator.Stream(device)
-
-    default_stream = current_stream
+    current_stream = default_stream = _of_device(torch.accelerator.current_stream)
 
     def set_stream(self, stream: Any) -> None:
         """Does nothing: the device has one stream."""
@@ -138,11 +139,6 @@ class BackendModule:
         (state,) = new_states
         generator.set_rng_state(state)
 
-    def synchronize(self, device: Any = None) -> None:
-        """Runs what was recorded and waits for the device; raises as `set_device` does."""
-        accelerator.select(device)
-        sync(wait=True)
-
     def get_device_name(self, device: Any = None) -> str:
         """PJRT's name of the device."""
         accelerator.select(device)
@@ -161,37 +157,15 @@ class BackendModule:
         accelerator.select(device)
         return accelerator.free_and_total()
 
-    def memory_allocated(self, device: Any = None) -> int:
-        """Bytes of device memory in use."""
-        return accelerator.allocator_stats()["allocated_bytes.all.current"]
-
-    def max_memory_allocated(self, device: Any = None) -> int:
-        """Most bytes of device memory in use so far (`accelerator.memory_stats` says how they are counted)."""
-        return accelerator.allocator_stats()["allocated_bytes.all.peak"]
-
-    def memory_reserved(self, device: Any = None) -> int:
-        """Bytes of device memory that the allocator has taken, or those in use where PJRT does not count them."""
-        return accelerator.allocator_stats()["reserved_bytes.all.current"]
-
-    def max_memory_reserved(self, device: Any = None) -> int:
-        """Most bytes of `memory_reserved` so far."""
-        return accelerator.allocator_stats()["reserved_bytes.all.peak"]
-
-    def reset_accumulated_memory_stats(self, device: Any = None) -> None:
-        """Raises: what PJRT counts cannot be reset."""
-        accelerator.refuse_reset()
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """Lowers the peak to the bytes in use; raises where PJRT counts it."""
-        accelerator.reset_peak()
-
-    def empty_cache(self) -> None:
-        """Runs what was recorded, which frees its buffers; XLA's allocator returns no memory."""
-        sync()
-
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
-        """PJRT's memory statistics in bytes; on a platform that keeps none, the bytes of JAX's live arrays."""
-        return accelerator.memory_stats()
+    empty_cache = staticmethod(torch.accelerator.empty_cache)
+    max_memory_allocated = _of_device(torch.accelerator.max_memory_allocated)
+    max_memory_reserved = _of_device(torch.accelerator.max_memory_reserved)
+    memory_allocated = _of_device(torch.accelerator.memory_allocated)
+    memory_reserved = _of_device(torch.accelerator.memory_reserved)
+    memory_stats = _of_device(torch.accelerator.memory_stats)
+    reset_accumulated_memory_stats = _of_device(torch.accelerator.reset_accumulated_memory_stats)
+    reset_peak_memory_stats = _of_device(torch.accelerator.reset_peak_memory_stats)
+    synchronize = _of_device(torch.accelerator.synchronize)
 
 
 _libraries: dict[tuple[str, str], torch.library.Library] = {}

@@ -263,10 +263,11 @@ _ACCELERATOR: dict[str, Callable[..., Any]] = {
     "_accelerator_exchangeDevice": accelerator.select,
     "_accelerator_maybeExchangeDevice": accelerator.select,
     "_accelerator_getStream": lambda index: accelerator.Stream(index),
-    "_accelerator_synchronizeDevice": lambda device: sync(wait=True),
+    "_accelerator_synchronizeDevice": accelerator.synchronize,
     "_accelerator_isAllocatorInitialized": lambda: True,
     "_accelerator_getDeviceStats": lambda device: accelerator.allocator_stats(),
     "_accelerator_getMemoryInfo": lambda device: accelerator.free_and_total(),
+    "_accelerator_resetAccumulatedStats": lambda device: accelerator.refuse_reset(),
     "_accelerator_resetPeakStats": lambda device: accelerator.reset_peak(),
     "_accelerator_emptyCache": sync,  # XLA's allocator returns no memory; running the trace frees its buffers
     "_accelerator_emptyHostCache": lambda: None,
