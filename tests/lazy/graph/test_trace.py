@@ -92,14 +92,10 @@ INTS = (7, 0, 1, 2, -1, 5, 10**6, 3)
 
 LIFTED: dict[str, tuple[Callable[[torch.Tensor, Any], Any], tuple[Any, ...]]] = {
     "x * k": (lambda x, k: x * k, FLOATS),
-    "k - x": (lambda x, k: k - x, FLOATS),
     "x / k": (lambda x, k: x / k, FLOATS),
     "x + step": (lambda x, k: x + k, INTS),
-    "step * x": (lambda x, k: k * x, INTS),
     "alpha": (lambda x, k: torch.add(x, x, alpha=k), FLOATS[:1] + FLOATS[2:]),
-    "alpha, whole numbers": (lambda x, k: torch.sub(x, x, alpha=k), INTS[:2] + INTS[3:]),
     "addcdiv value": (lambda x, k: torch.addcdiv(x, x, x + 1, value=k), FLOATS[:2] + FLOATS[3:]),
-    "addcmul_ value": (lambda x, k: x.clone().addcmul_(x, x, value=k), FLOATS[:2] + FLOATS[3:]),
     "addmm beta": (lambda x, k: torch.addmm(x, x, x, beta=k), FLOATS[:1] + FLOATS[3:]),
     "lerp": (lambda x, k: torch.lerp(x, x + 1, k), FLOATS),
     "clamp": (lambda x, k: x.clamp(min=k), FLOATS),
@@ -111,7 +107,6 @@ LIFTED: dict[str, tuple[Callable[[torch.Tensor, Any], Any], tuple[Any, ...]]] = 
     "setitem": (lambda x, k: x.clone().__setitem__(0, k), FLOATS),
     "foreach scalar": (lambda x, k: torch._foreach_mul([x, x], k), FLOATS),
     "foreach scalars": (lambda x, k: torch._foreach_add([x, x], [k, k + 1]), FLOATS[:-1]),
-    "foreach addcdiv": (lambda x, k: torch._foreach_addcdiv([x, x], [x, x], [x, x], [k, 2 * k]), FLOATS),
     "masked_fill": (lambda x, k: x.masked_fill(x > 0, k), FLOATS),
 }
 

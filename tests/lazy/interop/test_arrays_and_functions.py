@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from contractions import contractions
 
 import xla_amp
 from xla_amp.errors import DeviceError, EngineError, UnsupportedDtypeError
@@ -258,11 +258,8 @@ def test_autocast_goes_around_the_jax_function(device):
 # -- a torch module inside a JAX function -----------------------------------------------------------------------------
 
 
-def contractions(fn, *args):
-    """Dtypes of the operands of all contractions."""
-    lines = [line for line in jax.jit(fn).lower(*args).as_text().splitlines() if "dot_general" in line]
-    operands = [line.partition(" : (")[2].partition(")")[0] for line in lines]
-    return {dtype for types in operands for dtype in re.findall(r"x([a-z]+\d+)>", types)}
+def dtypes_of_contractions(fn, *args):
+    return {dtype for pair in contractions(fn, *args) for dtype in pair}
 
 
 class Block(torch.nn.Module):
@@ -312,8 +309,8 @@ def test_a_module_under_autocast_scaling_and_a_scan(device):
     params, fn = functional(module.to(device))
     x = jnp.asarray(x, jnp.float32)
     step = value_and_grad(autocast(loss_of(fn)))
-    assert contractions(step, LossScale.dynamic(), params, x) == {"bf16"}
-    assert contractions(value_and_grad(loss_of(fn)), LossScale.dynamic(), params, x) == {"f32"}
+    assert dtypes_of_contractions(step, LossScale.dynamic(), params, x) == {"bf16"}
+    assert dtypes_of_contractions(value_and_grad(loss_of(fn)), LossScale.dynamic(), params, x) == {"f32"}
     out = jax.jit(step)(LossScale.dynamic(), params, x)
     expected, gradients = exact_loss(exact, torch.from_numpy(np.asarray(x, np.float64)))
     np.testing.assert_allclose(out.value, expected, rtol=2e-2)
@@ -339,7 +336,7 @@ def test_torch_s_own_region_counts_as_well(device, low_of):
     assert f"torch.{low.dtype}" == str(low_of(device))
     assert fn(params, x).dtype == jnp.float32
     with xla_amp.autocast(device):
-        found = contractions(jax.grad(lambda p: fn(p, x).astype(jnp.float32).sum()), params)
+        found = dtypes_of_contractions(jax.grad(lambda p: fn(p, x).astype(jnp.float32).sum()), params)
     assert found == {"bf16" if low.dtype == jnp.bfloat16 else "f16"}
 
 

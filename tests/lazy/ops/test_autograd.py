@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import assert_same
 from torch import nn
-from torch.func import hessian, jacrev, jvp, vjp, vmap
+from torch.func import hessian, jacrev, jvp, vjp
 
 from xla_amp import lazy as engine
 from xla_amp.testing import counts as counted
@@ -90,17 +90,6 @@ def functional_derivatives(where: str) -> Any:
 
     out, pull = vjp(f, x)
     return jacrev(f)(x), jvp(f, (x,), (torch.ones_like(x),)), pull(out), hessian(lambda x: f(x).sum())(x)
-
-
-@program
-def vmapped(where: str) -> Any:
-    x, w = line(4, 3, where=where), line(3, 3, where=where)
-    return (
-        vmap(lambda row: w @ row + 1)(x),
-        vmap(torch.dot)(x, x),
-        vmap(lambda row: row.softmax(0).cumsum(0))(x),
-        vmap(lambda a, b: a.view(1, 3).t() * b, in_dims=(0, None))(x, w[0]),
-    )
 
 
 @program

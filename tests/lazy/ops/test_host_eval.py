@@ -97,26 +97,6 @@ def test_a_watched_step_shows_that_it_looks(device: torch.device) -> None:
     assert counts.host_syncs == 1
 
 
-def test_questions_about_masks_of_many_lengths_compile_nothing(device: torch.device) -> None:
-    for length in range(2, 8):
-        for rows in ([1] * length, [0] * length, [2, *[0] * (length - 1)]):
-            expected = torch.tensor(rows)
-            mask = expected.to(device)
-            with counted() as counts:
-                found = [bool(mask.bool().all()), bool(mask.any()), bool(mask[1:].any()), bool(mask[:0].bool().all())]
-                found.append(bool(mask.bool().sum() == length))
-            assert found == [bool(expected.all()), bool(expected.any()), bool(expected[1:].any()), True, 0 not in rows]
-            assert counts.host_values == 5
-            assert counts.host_syncs == 0
-    engine.sync()  # the loop's trace, before it ends by itself
-    with counted() as counts:
-        mask = torch.tensor([1] * 8 + [0]).to(device).bool()
-        assert not mask.all()
-        assert [bool(mask.sum() == number) for number in (8, 9)] == [True, False]
-        assert [bool(mask.sum() > number) for number in (7, 8)] == [True, False]
-    assert (counts.compilations, counts.host_values) == (0, 5)
-
-
 @pytest.mark.parametrize(
     "read",
     [

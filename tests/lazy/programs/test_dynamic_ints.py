@@ -28,14 +28,12 @@ def _set_row(x: torch.Tensor, i: int) -> torch.Tensor:
 CASES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "x[i]": lambda x, i: x[i] * 2,
     "x[:, i]": lambda x, i: x[:, i] * 3,
-    "x[-1 - i]": lambda x, i: x[-1 - i] * 4,
     "x[4i:4i+4]": lambda x, i: x[4 * i : 4 * i + 4] * 5,
     "x[i:i+6:2]": lambda x, i: x[i : i + 6 : 2] * 6,
     "narrow": lambda x, i: x.narrow(1, i, 2).t() @ x.narrow(1, i, 2),
     "view": lambda x, i: x.view(4, 10, 11)[..., i] * 7,
     "roll": lambda x, i: x.roll(i, 0)[:3] * 8,
     "roll of two": lambda x, i: x.roll((i, -2 * i), (0, 1))[:5] * 9,
-    "roll flat": lambda x, i: x.roll(i)[:5] * 10,
     "tril": lambda x, i: torch.tril(x, diagonal=i - 3) * 11,
     "triu": lambda x, i: x.triu(-i) * 12,
     "pow": lambda x, i: (x / 440) ** i,
@@ -44,11 +42,8 @@ CASES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "select_scatter": lambda x, i: torch.select_scatter(x, x[0], 0, i),
     "set a column": _set_column,
     "set a row": _set_row,
-    "masked_fill": lambda x, i: x.masked_fill(x > 5, i),
     "index_fill": lambda x, i: x.index_fill(0, torch.tensor([1, 2]).to(x.device), i),
     "arange": lambda x, i: torch.arange(i, i + 4, device=x.device) * x[:4, 0],
-    "arange by": lambda x, i: torch.arange(i, i + 8, 2, device=x.device) * x[:4, 1],
-    "full": lambda x, i: torch.full((3,), i, device=x.device) * x[0, 0],
 }
 DIFFERENTIABLE = ("x[i]", "x[:, i]", "x[4i:4i+4]", "x[i:i+6:2]", "narrow", "roll", "tril", "pad", "slice_scatter")
 

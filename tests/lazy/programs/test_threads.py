@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from queue import Queue
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch import nn
 
 from xla_amp import lazy as engine
 from xla_amp.lazy.graph import trace
-from xla_amp.testing import counts as counted
 
 
 @pytest.fixture(autouse=True)
@@ -84,35 +82,6 @@ def test_threads_that_train(device: torch.device) -> None:
     together(*[lambda s=s: side_by_side.__setitem__(s, train(s)) for s in range(3)])
     for seed in range(3):
         assert side_by_side[seed] == pytest.approx(alone[seed], rel=1e-6)
-
-
-def test_a_loaders_thread_uploads_meanwhile(device: torch.device) -> None:
-    queue: Queue[torch.Tensor | None] = Queue(maxsize=4)
-
-    def load() -> None:
-        for i in range(40):
-            queue.put(engine.to_device(torch.full((4, 3), float(i))))
-        queue.put(None)
-
-    model = nn.Linear(3, 1, bias=False).to(device)
-    nn.init.ones_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    outputs = []
-
-    def train() -> None:
-        while (x := queue.get()) is not None:
-            optimizer.zero_grad()
-            y = model(x)
-            y.sum().backward()
-            optimizer.step()
-            outputs.append(y.detach()[0, 0])
-
-    with counted() as counts:
-        together(load, train)
-        engine.sync()
-    assert torch.stack(outputs).tolist() == [3.0 * i for i in range(40)]
-    assert counts.host_to_device == 40
-    assert counts.executions in range(40, 43)
 
 
 def test_uploads_of_new_shapes_beside_new_operations(device: torch.device) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -60,44 +59,6 @@ def test_the_error_reaches_the_caller(device, kind, error):
     assert frames[-1] == "hook"
     assert "backward_that_raises" in frames
     assert before.tolist() == [0.0, 3.0, 6.0, 9.0]
-
-
-def test_training_goes_on_after_the_error_as_if_the_pass_had_not_been(device):
-    def losses(where, interrupted):
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(where)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x = torch.linspace(-1, 1, 12).reshape(3, 4).to(where)
-        found = []
-        for step in range(6):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            if interrupted and step % 2:
-                handle = loss.register_hook(lambda grad: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    loss.backward()
-                handle.remove()
-                optimizer.zero_grad()
-                loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
-        return found
-
-    assert losses(device, True) == losses(device, False)
-    assert losses(device, True) == pytest.approx(losses("cpu", False), rel=1e-5)
-
-
-def test_threads_get_their_own_errors(device):
-    def work(number: int) -> None:
-        for turn in range(10):
-            mine = ValueError(number, turn)
-            with pytest.raises(ValueError) as caught:  # noqa: PT011
-                backward_that_raises("intermediate", device, mine)
-            assert caught.value is mine
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
 
 
 ASSERTION = 'opt_ready_stream && opt_parent_stream INTERNAL ASSERT FAILED at "engine.cpp":1085, please report a bug'

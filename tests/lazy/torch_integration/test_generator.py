@@ -98,15 +98,6 @@ def test_the_state_is_restored_in_the_middle_of_a_tape(device: torch.device) -> 
     assert torch.randn(5, device=device).tolist() == a.tolist()
 
 
-def test_fork_rng(device: torch.device) -> None:
-    torch.manual_seed(7)
-    with torch.random.fork_rng(device_type="jax"):
-        inside = torch.randn(4, device=device)
-        torch.manual_seed(99)
-        torch.randn(4, device=device)
-    assert torch.randn(4, device=device).tolist() == inside.tolist()
-
-
 def test_the_device_does_not_disturb_the_cpu(device: torch.device) -> None:
     torch.manual_seed(8)
     expected = torch.randn(3).tolist()
@@ -209,14 +200,6 @@ def test_a_shuffling_loader_under_a_default_device(device: torch.device, where: 
             orders.append([x.tolist() for (x,) in loader])
     assert orders[0] == orders[1]
     assert sorted(number for batch in orders[0] for number in batch) == list(range(8))
-
-
-def test_generators_of_the_cpu_stay_torchs_own(device: torch.device) -> None:
-    for g in (torch.Generator(), torch.Generator("cpu"), torch.Generator(device=torch.device("cpu"))):
-        assert type(g) is torch._C.Generator
-        assert isinstance(g, torch.Generator)
-    assert isinstance(torch.default_generator, torch.Generator)
-    assert not isinstance(3, torch.Generator)
 
 
 # ---- distributions ---------------------------------------------------------------------------------------------------
