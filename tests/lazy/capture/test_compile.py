@@ -14,14 +14,12 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-import torch.nn.functional as F
 from harness import replaying
 from torch import nn
 
 import xla_amp
 from xla_amp import syncfree
 from xla_amp.errors import CaptureError
-from xla_amp.pytorch.data.buckets import pad_to_bucket
 
 
 def test_a_replay_records_nothing_and_runs_one_executable(device):
@@ -120,22 +118,6 @@ def growing_list(device):
     return lambda x: losses.append(x * 2), r"it changes losses\[\d\], which a replay would not"
 
 
-def attribute(device):
-    torch.manual_seed(0)
-    model = nn.Linear(2, 2).to(device)
-    model.calls = 0
-
-    def step(x):
-        model.calls += 1
-        return model(x.view(1, 2)).detach()
-
-    return step, r"it changes model\.calls from \d to \d"
-
-
-def transposed_argument(device):
-    return lambda x: x.resize_(1, 2).t_() * 2, r"it changes argument 0 from .*\(2,\).* to .*\(2, 1\)"
-
-
 def number_from_elsewhere(device):
     number = counter_in_c()
     words = r"Python computes \d\.5 for mul.*, a number that changes from call to call \(\d\.5 before\)"
@@ -171,28 +153,6 @@ def host_state(device):
     return training(optimizer), r"changes the 'step' of .* \(on the host; use xla_amp\.syncfree\.Adam\) from .* to "
 
 
-class Counting(torch.optim.Optimizer):
-    """Counts in Python."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.param_groups[0]["count"] += 1
-        for parameter in self.param_groups[0]["params"]:
-            parameter.sub_(parameter.grad)
-
-
-def count_of_an_optimizer(device):
-    optimizer = Counting([nn.Parameter(torch.ones(2, device=device))], {"count": 0})
-    words = r"\['count'\] \(on the host; make it a tensor: torch.tensor\(..., device='jax'\)\) from \d to \d"
-    return training(optimizer), words
-
-
-def rate_inside(device):
-    optimizer = syncfree.SGD([nn.Parameter(torch.ones(2, device=device))], lr=0.5)
-    group = optimizer.param_groups[0]
-    return training(optimizer, lambda: group.update(lr=group["lr"] * 0.5)), r"changes optimizer\.param_groups"
-
-
 def schedule_inside(device):
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, device=device))], lr=0.5)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 0.5 ** (number % 2))
@@ -218,9 +178,8 @@ def seeds(device):
 
 
 REFUSALS = [
-    item, object_with_a_tensor, counter, growing_list, attribute, transposed_argument, rate_inside,
-    number_from_elsewhere, value_from_the_host, other_operations, host_state, schedule_inside, graph, seeds,
-    host_result, count_of_an_optimizer,
+    item, object_with_a_tensor, counter, growing_list, number_from_elsewhere, value_from_the_host, other_operations,
+    host_state, schedule_inside, graph, seeds, host_result,
 ]  # fmt: skip
 
 
@@ -288,21 +247,3 @@ def test_on_a_mesh():
     assert found["replayed"]["replays"] == 6
     assert found["replayed"]["bits"] == found["recorded"]["bits"]
     assert found["replayed"]["scale"] == found["recorded"]["scale"] == 512.0
-
-
-def test_padding_keeps_the_number_of_captures_small(device):
-    torch.manual_seed(0)
-    model = nn.Embedding(16, 5).to(device)
-
-    @xla_amp.compile(strict=True, limit=2)
-    def loss_of(tokens, labels):
-        with torch.no_grad():
-            return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
-
-    for length in (3, 4, 2, 4, 7, 8, 5, 6, 3):
-        tokens, labels = torch.randint(16, (2, length)), torch.randint(5, (2, length))
-        padded = [pad_to_bucket(t, (4, 8), value=v).to(device) for t, v in ((tokens, 0), (labels, -100))]
-        exact = F.cross_entropy(model.weight.detach().cpu()[tokens].flatten(0, 1), labels.flatten())
-        torch.testing.assert_close(loss_of(*padded).cpu(), exact)
-    assert loss_of.replays == 5
-    assert loss_of.reasons == []

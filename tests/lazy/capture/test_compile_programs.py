@@ -82,70 +82,6 @@ def accumulation_in_a_step(device, compiled):
     return results + tensors(model), [step]
 
 
-def evaluation(device, compiled):
-    """Training and evaluation of one model in turn: running statistics, buffers, a count of what was right."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)).to(device)
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    optimizer = xla_amp.syncfree.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    right = torch.zeros((), dtype=torch.int64, device=device)
-
-    def train(x, y):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    @torch.no_grad()
-    def evaluate(x, y):
-        logits = model(x)
-        right.add_((logits.argmax(1) == y).sum())
-        return logits.softmax(1)
-
-    train, evaluate, results = compiled(train), compiled(evaluate), []
-    for number, x in enumerate(batches(device, (6, 8))):
-        y = x[:, :4].argmax(1)
-        model.train()
-        results.append(train(x, y))
-        if number % 2:
-            average.update_parameters(model)
-        model.eval()
-        results.append(evaluate(x, y))
-        if number == 7:
-            model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()})
-    return [*results, right, *tensors(model)], [train, evaluate]
-
-
-def recurrent(device, compiled):
-    """A hidden state that goes from call to call, dropout from the device's generator, reseeded outside."""
-    cell, head = nn.GRUCell(4, 8).to(device), nn.Linear(8, 4).to(device)
-    optimizer = xla_amp.syncfree.AdamW([*cell.parameters(), *head.parameters()], lr=1e-2)
-
-    class State:
-        hidden = torch.zeros(3, 8, device=device)
-
-    state = State()
-
-    def step(x, target):
-        state.hidden = cell(x, state.hidden.detach())
-        loss = F.mse_loss(head(F.dropout(state.hidden, 0.3)), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        state.hidden = state.hidden.detach()
-        return loss.detach(), state.hidden
-
-    step, results = compiled(step), []
-    given = batches(device, (3, 4))
-    for number, (x, target) in enumerate(zip(given, given[1:] + given[:1], strict=True)):
-        if number == 8:
-            torch.manual_seed(5)
-        if number == 9:
-            state.hidden = torch.zeros(3, 8, device=device)
-        results += step(x, target)
-    return [*results, state.hidden, *tensors(cell, head), torch.jax.get_rng_state()], [step]
-
-
 def two_step_gan(device, compiled):
     """A GAN in two captured steps, each with zero_grad() first; the generator's also fills the critic's gradients."""
     generator, critic = nn.Linear(4, 8).to(device), nn.Linear(8, 1).to(device)
@@ -345,13 +281,13 @@ def of_schedule(name):
 
 
 PROGRAMS = [
-    accumulation, accumulation_in_a_step, evaluation, recurrent, two_step_gan, alternating_shapes, frozen_layers,
-    mixed_optimizers, checkpoints, shared_with_jax, *map(of_schedule, SCHEDULES), *map(of_optimizer, OPTIMIZERS),
+    accumulation, accumulation_in_a_step, two_step_gan, alternating_shapes, frozen_layers, mixed_optimizers,
+    checkpoints, shared_with_jax, *map(of_schedule, SCHEDULES), *map(of_optimizer, OPTIMIZERS),
 ]  # fmt: skip
 
 
-LONG = {"adam on the device", "evaluation", "recurrent", "sync-free adamw", "sync-free sgd"}
-"""Whose parts other programs have: optimizers of other kinds, two models, a loop in a step."""
+LONG = {"adam on the device", "sync-free adamw", "sync-free sgd"}
+"""Whose parts other programs have: optimizers of other kinds."""
 
 
 @pytest.mark.parametrize(

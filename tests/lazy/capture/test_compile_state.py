@@ -15,7 +15,7 @@ from torch import nn
 import xla_amp
 from xla_amp.backends.trees import tree_leaves
 from xla_amp.errors import CaptureError, StepFailedError
-from xla_amp.lazy.programs import execute, memory_layout
+from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors import tensor_io
 
 
@@ -239,33 +239,6 @@ def test_state_that_is_replaced_is_freed_and_the_next_one_counts(device):
     step(x)
     assert step.replays == before + 1
     assert owner.state["total"].tolist() == [2.0] * 3
-
-
-def test_a_sync_waits_for_results_that_no_tensor_had_while_recording(device):
-    step = replaying(lambda x: x @ x, torch.ones(300, 300, device=device))
-    result = step(torch.ones(300, 300, device=device))
-    xla_amp.sync(wait=True)
-    assert tensor_io.buffer_of(result).array.is_ready()
-
-
-def test_only_referenced_state_is_copied_and_by_no_program(device, monkeypatch):
-    """State goes into the program and out of it; only what is kept elsewhere must stay as it is."""
-    copied = []
-    real = memory_layout.copy
-    monkeypatch.setattr(memory_layout, "copy", lambda array: copied.append(array.shape) or real(array))
-    counter = Counter(device)
-    assert counter.total.sum().item()
-    counter.step()
-    assert not copied
-    kept = [counter.total.clone()]
-    compilations = []
-    for _ in range(3):
-        counter.step()
-        kept.append(counter.total.clone())
-        compilations.append(xla_amp.metrics()["compilations"])
-    assert copied == [(3,)] * 3
-    assert compilations == [compilations[0]] * 3  # the first one may compile what copies
-    assert [copy.tolist()[0] - kept[0].tolist()[0] for copy in kept] == [0, 1, 2, 3]
 
 
 def test_a_failed_replay_is_reported_and_donated_state_is_lost(device, monkeypatch):
