@@ -43,35 +43,6 @@ def test_capture_hears_all_threads_while_it_is_open():
     assert not events.decided.listeners
 
 
-def test_capture_ends_with_an_exception():
-    with pytest.raises(KeyError), events.capture():
-        raise KeyError
-    assert not events.decided.listeners
-
-
-def test_listeners_by_hand():
-    heard: list[events.DecisionRecord] = []
-    listener = heard.append
-    events.decided.subscribe(listener)
-    events.decided(entry())
-    events.decided.unsubscribe(listener)
-    events.decided(entry())
-    assert len(heard) == 1
-    with pytest.raises(ValueError, match="not a listener"):
-        events.decided.unsubscribe(listener)
-
-
-def test_listeners_answer_in_order():
-    @events.Point
-    def asked(number: int) -> int:
-        """Test."""
-
-    assert asked(1) == []
-    with asked.subscribed(lambda number: number), asked.subscribed(lambda number: -number):
-        assert asked(2) == [2, -2]
-    assert asked(3) == []
-
-
 @pytest.mark.parametrize("folder", ["xla_amp", "torch", "xla_amp/lazy", "site-packages/torch"])
 def test_the_users_line_is_found_by_module_whatever_the_folder_is_called(folder, tmp_path):
     file = tmp_path / folder / "train.py"

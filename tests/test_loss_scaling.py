@@ -154,17 +154,6 @@ def test_an_overflow_lowers_the_scale_at_the_top_too():
     assert update(LARGEST, 4, 1.0, 2.0, 0.5, 5) == (LARGEST * 0.5, 0)
 
 
-def test_dtypes_are_kept():
-    new, tracker = numpy_step(4.0, 0, 1.0, 2.0, 0.5, 1)
-    assert (new.dtype, tracker.dtype) == (np.float32, np.int32)
-
-
-@pytest.mark.parametrize("given", [{}, {"where": torch.where}, {"multiply": torch.mul}])
-def test_arrays_need_where_and_multiply(given):
-    with pytest.raises(TypeError, match=r"got torch.Tensor; for arrays pass where= and multiply= of their library"):
-        update(torch.tensor(4.0), torch.tensor(0), torch.tensor(0.0), **given)
-
-
 def test_defaults_are_torchs():
     ours = (loss_scaling.INITIAL, loss_scaling.GROWTH_FACTOR, loss_scaling.BACKOFF_FACTOR, loss_scaling.GROWTH_INTERVAL)
     theirs = torch.amp.GradScaler("cpu")

@@ -462,41 +462,6 @@ def test_an_evaluation_gives_the_metrics_of_the_cpu_and_compiles_once(on_cpu: An
 
 # ---- models of transformers ------------------------------------------------------------------------------------------
 
-TOKENS = torch.randint(3, 32, (16, 8), generator=torch.Generator().manual_seed(1))
-TEXT = [{"input_ids": row, "labels": row} for row in TOKENS]
-
-
-def gpt() -> Any:
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}
-    special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **special, **dropouts))
-
-
-@pytest.fixture(scope="module")
-def text_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of GPT-2 on the CPU in float32, with smoothed labels."""
-    made = trainer(gpt(), tmp_path_factory.mktemp("cpu"), TEXT, use_cpu=True, label_smoothing_factor=0.1)
-    made.train()
-    return logged(made)
-
-
-@pytest.mark.full
-def test_gradient_checkpointing_and_label_smoothing(text_losses: list[float], tmp_path: Path) -> None:
-    options = {"bf16": True, "label_smoothing_factor": 0.1, "gradient_checkpointing": True}
-    counts = Counts()
-    made = trainer(gpt(), tmp_path, TEXT, callbacks=[counts], **options)
-    made.train()
-    assert difference(logged(made), text_losses) < 3e-2
-    first, *later = (compiled for _, _, compiled in counts.found)
-    assert first <= 5  # a step; the count, the mean, the reset; one that other trainers of the process share
-    assert later == [0, 0]
-    made.save_model(tmp_path / "saved")
-    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved", device_map="jax")
-    assert again.device.type == "jax"
-    assert all(map(torch.equal, *([p.cpu() for p in m.parameters()] for m in (made.model, again))))
-
 
 def llama() -> tuple[Any, torch.Tensor, torch.Tensor]:
     """A decoder, tokens that are padded at their beginning, and their mask."""

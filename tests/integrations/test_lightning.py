@@ -224,38 +224,6 @@ def test_an_overflow_is_skipped_and_the_scale_is_in_the_logs(tmp_path: Path) -> 
     assert (scales[0], scales[-1]) == (65536, 32768)
 
 
-class Manual(Net):
-    """Two optimizers and manual optimization, as in a GAN."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.head = nn.Linear(3, 3)
-
-    def training_step(self, batch: Any, index: int) -> None:
-        for optimizer, scale in zip(self.optimizers(), (1.0, 0.5), strict=True):
-            loss = scale * F.cross_entropy(self.head(self.body(batch[0])), batch[1])
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            self.losses.append(loss.detach())
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.body.parameters(), 0.1), torch.optim.Adam(self.head.parameters(), 1e-2)]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("16-mixed", 1e-2)])
-def test_manual_optimization_of_two_optimizers(precision: str, tolerance: float) -> None:
-    torch.manual_seed(0)
-    expected = Manual()
-    torch.manual_seed(0)
-    model = Manual()
-    trainer(accelerator="cpu").fit(expected, loader())
-    trainer(precision=precision).fit(model, loader())
-    assert (losses(model) - losses(expected)).abs().max() < tolerance
-
-
 def test_the_policy_and_overrides_decide(tmp_path: Path) -> None:
     rules = tmp_path / "mine.toml"
     rules.write_text('extends = "tpu"\n[[rule]]\noperations = ["linear"]\ncast = "fp32"\nwhy = "a test"\n')

@@ -141,13 +141,6 @@ def mapped(*manual):
     return function
 
 
-def gathered(w, x):
-    """Fully sharded data parallelism: each weight is gathered where it is read."""
-    gather = lax.with_sharding_constraint if not axes(E) else reshard
-    up, down = (gather(w[name], P()) for name in ("up", "down"))
-    return jax.nn.gelu(x @ up) @ down
-
-
 def constrained(w, x):
     hidden = jax.nn.gelu(x @ w["up"])
     if axes(A):
@@ -191,14 +184,12 @@ PROGRAMS = {
     "block": block,
     "scan": scanned(block),
     "checkpoint": jax.checkpoint(block),
-    "saved dots": jax.checkpoint(block, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
     "scan of checkpoint": scanned(jax.checkpoint(block)),
     "auto_axes": in_auto_axes,
     "explicit_axes": in_explicit_axes,
     "shard_map": mapped("data", "model"),
     "shard_map over data": mapped("data"),
     "shard_map over model": mapped("model"),
-    "gathered": gathered,
     "constraint": constrained,
     "custom_vjp": with_own_derivative,
     "vmap": vectorized,

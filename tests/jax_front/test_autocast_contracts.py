@@ -182,18 +182,6 @@ def test_python_numbers_compile_nothing_new():
     assert (float(static(2 * square, rate=0.7)[0, 0]), float(static(2 * square, rate=0.2)[0, 0])) == (4.0, 2.0)
 
 
-def test_numbers_do_not_become_functions():
-    @jax.jit
-    def inner(x, scale):
-        return jnp.tanh(x @ x * scale)
-
-    def outer(x):
-        return sum(inner(x, scale) for scale in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
-
-    functions = [jax.jit(f).lower(W).as_text().count("func.func") for f in (outer, autocast(outer))]
-    assert functions[1] <= functions[0] == 2
-
-
 def test_eager_calls_of_a_jit_function_are_traced_once():
     traces, x = [], X + 0  # of the mesh around, if there is one, as all that is computed from it
 

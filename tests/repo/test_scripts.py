@@ -59,34 +59,6 @@ def test_a_hardware_day_goes_on_where_it_stopped(tmp_path):
     assert (tmp_path / "runs").read_text() == "."
 
 
-def test_tests_of_a_hardware_day_are_counted_when_time_is_over(tmp_path, monkeypatch):
-    """Two tests end, the third sleeps; the next call runs the third only, and lists the failure by its cause."""
-    monkeypatch.setattr(hardware_day, "LEAST", 0)
-    monkeypatch.setattr(hardware_day, "GRACE", 1)
-    waits, ran = tmp_path / "waits", tmp_path / "ran"
-    waits.touch()
-    (tmp_path / "test_three.py").write_text(
-        "import pathlib, time\n"
-        f"def test_a(): pathlib.Path({str(ran)!r}).open('a').write('a')\n"
-        "def test_b(): raise ValueError('scale 3 of 0x7f')\n"
-        f"def test_c(): time.sleep(600 * pathlib.Path({str(waits)!r}).exists())\n"
-    )
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path / "test_three.py"))
-    parts = [hardware_day.Part(name="few", shows="", command=command, is_test=True)]
-    monkeypatch.setattr(hardware_day, "TESTS", 1.0)
-    first = day(tmp_path, parts, seconds=20.0)["few"]
-    assert first["status"] == "not finished"
-    assert first["found"] == "1 passed, 1 failed"
-    waits.unlink()
-    second = day(tmp_path, parts)["few"]
-    assert (second["status"], second["found"]) == ("failed", "2 passed, 1 failed")
-    assert ran.read_text() == "a"
-    ((cause, (test,)),) = second["causes"].items()
-    assert cause == "ValueError: scale N of N"
-    assert test.endswith("::test_b")
-    assert f"| few | 1 | `{cause}` |" in hardware_day.report(parts, "", {"few": second}, [])
-
-
 def test_a_hardware_day_says_first_what_is_missing(monkeypatch):
     monkeypatch.setitem(hardware_day.NEEDS, "no_such_module", "no-such-package")
     monkeypatch.setattr(hardware_day.shutil, "which", lambda name: None)

@@ -105,6 +105,3 @@ def test_other_threads_have_torch_xlas_meanwhile(matrix):
 def test_mistakes(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-# ---- the program -----------------------------------------------------------------------------------------------------

@@ -77,28 +77,3 @@ def test_updates_move_the_least_on_a_gpu(name):
     assert least <= moved <= 1.002 * least
     if name.startswith("Adam"):  # bias corrections of all parameters at once, not for every element
         assert compiled.hlo.count(" power(") == 2
-
-
-def written_over(program):
-    """(argument, output) numbers of the buffers that share memory, by the text of the compiled program."""
-    pairs = re.search(r"input_output_alias=\{(.*?)\}, entry", program.optimized_hlo(), re.DOTALL)[1]
-    return {int(argument): int(output) for output, argument in re.findall(r"\{(\d+)\}: \((\d+),", pairs)}
-
-
-def test_each_new_value_takes_the_place_of_its_own_old_one():
-    # Gradients that are given and dropped have the parameters' shapes, so their memory would do as well.
-    device = xla_amp.xla_device()
-    old = [nn.Parameter(torch.full(shape, 0.5).to(device)) for shape in SHAPES]
-    optimizer = syncfree.Adam(old, lr=0.1)
-    for _ in range(2):
-        for parameter in old:
-            parameter.grad = torch.ones(parameter.shape).to(device)
-        xla_amp.sync()
-        optimizer.step()
-        optimizer.zero_grad()
-        xla_amp.sync()
-    program = execute.programs()[-1]
-    donated = [struct.shape for struct in program.abstract[0]]
-    over = written_over(program)
-    assert [over[index] for index in range(len(donated))] == list(range(len(donated)))
-    assert sorted(donated) == sorted([*SHAPES * 3, *[()] * len(SHAPES)])  # no gradient among them

@@ -108,24 +108,6 @@ def test_torchs_own_results_stay_bit_for_bit(full):
         assert not torch.equal(step(weight, x)[1], expected[1])
 
 
-# ---- overrides -------------------------------------------------------------------------------------------------------
-
-
-def test_a_custom_operator(full):
-    @torch.library.custom_op("xla_amp_native::twice", mutates_args=())
-    def twice(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor * 2
-
-    with policy.override({"xla_amp_native::twice": "low"}), autocast("cpu"):
-        assert twice(full).dtype is LOW
-    torch.library.register_autocast("xla_amp_native::twice", "cpu", HALF)
-    with policy.override({"xla_amp_native::twice": "low"}), autocast("cpu"):
-        assert twice(full).dtype is LOW
-    with autocast("cpu"):
-        assert twice(full).dtype is HALF, "its own rule is there again"
-    twice._lib._destroy()
-
-
 # ---- another policy on a native device -------------------------------------------------------------------------------
 
 

@@ -44,16 +44,6 @@ def resnet() -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
     return model, (torch.randn(8, 3, 32, 32), torch.randint(10, (8,))), lambda m, x, y: F.cross_entropy(m(x), y)
 
 
-def gpt2() -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    tokens = torch.randint(50, (2, 8))
-    return GPT2LMHeadModel(config), (tokens, tokens), lambda m, x, y: m(x, labels=y).loss
-
-
 def exported_step(make: Any, device: torch.device) -> Exported:
     torch.manual_seed(0)
     model, data, loss_of = make()
@@ -73,7 +63,6 @@ def exported_step(make: Any, device: torch.device) -> Exported:
 # Gradients before a batch norm are small differences of large ones, and a relu or a largest pixel flips here and there.
 MODELS = [
     pytest.param(resnet, 11, 0.15, id="resnet"),
-    pytest.param(gpt2, 16, 0.05, id="gpt2", marks=pytest.mark.full),
 ]
 
 

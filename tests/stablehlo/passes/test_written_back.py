@@ -95,19 +95,6 @@ def test_a_bfloat16_program_that_needs_nothing_is_unchanged(tmp_path):
     assert export.deserialize(bytearray((tmp_path / "out.jax_export").read_bytes())).has_vjp()
 
 
-def test_an_original_cast_moves_only_for_an_earlier_user():
-    text = BFLOAT16.replace(
-        "%0 = stablehlo.exponential %arg1",
-        "%9 = stablehlo.dot_general %arg1, %arg1, contracting_dims = [1] x [0] : (tensor<4x4xf32>, tensor<4x4xf32>) "
-        "-> tensor<4x4xf32>\n    %0 = stablehlo.exponential %9",
-    )
-    converted = autocast(text)
-    first = converted.text().splitlines()[2]
-    assert "stablehlo.convert %arg1" in first
-    assert converted.report.casts == {}
-    assert autocast(converted).text() == converted.text()
-
-
 @pytest.mark.full
 def test_the_hash_seed_changes_nothing():
     program = "import sys, hashlib; from xla_amp.stablehlo import autocast; "

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_amp import cli
 from xla_amp.errors import FileError, ModuleError
@@ -167,17 +166,6 @@ def test_arguments_that_no_machine_holds():
     text = f"func.func @main(%x: {kind}) -> {kind} {{\n  return %x : {kind} }}"
     with pytest.raises(ModuleError, match=r"f32\[4000000,8000000\]: this machine has too little memory"):
         comparison.compare(text, text)
-
-
-def test_a_program_of_shardy_on_one_device():
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def split(x, w):
-        return jnp.tanh(jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, PartitionSpec("x")))) @ w
-
-    text = jax.jit(split).lower(X, W).as_text()
-    assert "sdy.mesh" in text
-    assert comparison.compare(text, autocast(text).module, [X, W]).agrees()
 
 
 def test_narrowed_arguments_take_the_same_samples():
