@@ -1,4 +1,4 @@
-"""Training in processes with Accelerate and transformers' Trainer, for test_huggingface_processes.py.
+"""Training in processes with Accelerate and transformers' Trainer, for test_framework_processes.py.
 
     accelerate launch --multi_gpu --num_processes 2 huggingface_program.py FOLDER KIND...
 

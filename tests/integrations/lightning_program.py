@@ -1,4 +1,4 @@
-"""Training in processes with Lightning and Fabric, for test_lightning_processes.py.
+"""Training in processes with Lightning and Fabric, for test_framework_processes.py.
 
     python lightning_program.py FOLDER WORLD KIND...
 
