@@ -6,11 +6,12 @@ A child has none of XLA's threads, so that running a program or reading a value 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
-import inspect
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from xla_amp.backends import base
@@ -20,7 +21,6 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.trace import trace
 
 _forked = False
-_silenced: list[warnings.catch_warnings] = []
 _clients: list[Any] = []
 """JAX's clients during a fork."""
 
@@ -55,40 +55,26 @@ def watch() -> None:
         os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
+@contextlib.contextmanager
+def expected() -> Iterator[None]:
+    """Inside, JAX does not warn of a fork: a loader's worker gets no tensor of the device, and a use there raises."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called.*JAX is multithreaded", RuntimeWarning)
+        yield
+
+
 def _before() -> None:
     trace.lock.acquire()  # in the child, no other thread would release it
     _clients.extend(private_api.clients())
-    # JAX warns of every fork.  A loader's worker gets no tensor of the device, and using the device there raises.
-    if _starts_worker():
-        silence = warnings.catch_warnings()
-        silence.__enter__()
-        _silenced.append(silence)
-        warnings.filterwarnings("ignore", r"os\.fork\(\) was called.*JAX is multithreaded", RuntimeWarning)
-
-
-def _starts_worker() -> bool:
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils.data.dataloader":
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _unsilence() -> None:
-    while _silenced:
-        _silenced.pop().__exit__(None, None, None)
 
 
 def _in_parent() -> None:
     _clients.clear()
-    _unsilence()
     trace.lock.__exit__()
 
 
 def _in_child() -> None:
     global _forked
-    _unsilence()
     trace.lock.release()
     _forked = True
     trace.limit = trace.most = -1  # so that each kernel calls `flush`, which raises

@@ -6,6 +6,7 @@ tests/lazy/torch_integration/test_monkeypatches.py compares torch before and aft
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -33,6 +34,7 @@ from xla_amp.lazy.torch_integration import (
     accelerator,
     autocast_names,
     device_guard,
+    forks,
     generator,
     loaded_counts,
     torch_parallel,
@@ -359,7 +361,8 @@ def _replace_loader_iteration() -> None:
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
         step_marker.loop_begins()
-        return original(self)
+        with forks.expected() if self.num_workers else contextlib.nullcontext():
+            return original(self)
 
     DataLoader.__iter__ = iterate  # type: ignore[method-assign]
 
@@ -464,7 +467,8 @@ PATCHES = (
     PatchGroup(
         names=("torch.utils.data.DataLoader.__iter__",),
         reason="Masks, averages of weights and sums that a script makes before its loop would be a part of the first "
-        "step's program, and the other steps another program, as long to compile.",
+        "step's program, and the other steps another program, as long to compile. JAX warns of every fork, also of "
+        "a worker's.",
         install=_replace_loader_iteration,
     ),
     PatchGroup(
