@@ -133,18 +133,6 @@ def alternating_shapes(device, compiled):
     return results + tensors(model), [step]
 
 
-def frozen_layers(device, compiled):
-    """The first layer is frozen, then trained; the optimizer has both from the beginning."""
-    model = network(device)
-    model[0].requires_grad_(False)
-    step = compiled(training(device, model, xla_amp.syncfree.AdamW(model.parameters(), lr=1e-2)))
-    results = []
-    for number, x in enumerate(batches(device, (6, 8))):
-        model[0].requires_grad_(number >= 6)
-        results.append(step(x))
-    return results + tensors(model), [step]
-
-
 def mixed_optimizers(device, compiled):
     """torch's SGD for one part and a sync-free AdamW for the rest, with tied weights, clipped together."""
     torch.manual_seed(1)
@@ -281,7 +269,7 @@ def of_schedule(name):
 
 
 PROGRAMS = [
-    accumulation, accumulation_in_a_step, two_step_gan, alternating_shapes, frozen_layers, mixed_optimizers,
+    accumulation, accumulation_in_a_step, two_step_gan, alternating_shapes, mixed_optimizers,
     checkpoints, shared_with_jax, *map(of_schedule, SCHEDULES), *map(of_optimizer, OPTIMIZERS),
 ]  # fmt: skip
 

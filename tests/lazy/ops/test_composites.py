@@ -128,12 +128,6 @@ def test_transforms_see_the_composite(device):
     torch.testing.assert_close(got, want, **EXACT)
 
 
-def test_forward_mode_of_glu(device):
-    x = sample(2, 4, 8)
-    results = [torch.func.jvp(torch.nn.functional.glu, (y[0],), (y[1],)) for y in (x.to(device), x)]
-    torch.testing.assert_close(*([y.cpu() for y in result] for result in results), **EXACT)
-
-
 # -- linear layers ----------------------------------------------------------------------------------------------------
 
 LINEAR: dict[str, tuple[Any, ...]] = {
@@ -172,23 +166,6 @@ def test_a_linear_layer_is_one_operation_each_way(device):
     x, weight, bias = (sample(*shape).to(device).requires_grad_() for shape in ((2, 3, 4), (5, 4), (5,)))
     torch.nn.functional.linear(x, weight, bias).backward(torch.ones(2, 3, 5, dtype=torch.float64).to(device))
     assert recorded() == ["linear", "linear_backward"]
-
-
-def test_transforms_see_the_products_of_a_linear_layer(device):
-    def derivatives(where: Any) -> Any:
-        x, weight = sample(3, 4).to(where), sample(5, 4, seed=1).to(where)
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.nn.functional.linear(torch.autograd.forward_ad.make_dual(x, 2 * x), weight)
-            tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
-
-        def loss(weight: Tensor, x: Tensor) -> Tensor:
-            return torch.nn.functional.linear(x, weight).square().sum()
-
-        per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(weight, x)
-        hessian = torch.func.hessian(loss)(weight, x)
-        return tangent, per_sample, hessian
-
-    assert_same(derivatives, **EXACT)
 
 
 # -- layers under autocast: the casts of their operands are part of them ----------------------------------------------

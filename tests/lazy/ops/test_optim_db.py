@@ -82,14 +82,3 @@ def test_trains_as_on_the_cpu_with_a_closure(device: torch.device, name: str) ->
             ours.step()
             theirs.step()
         same(ours, theirs, given.kwargs)
-
-
-def test_every_optimizer_of_torch_is_here() -> None:
-    public = {
-        name
-        for name, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-    }
-    assert public == {*PLAIN, *CLOSURE, *SPARSE}
-    assert SPARSE == ["SparseAdam"]
-    assert len(PLAIN) >= 12

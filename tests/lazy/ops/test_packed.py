@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -238,23 +237,6 @@ def test_rows_that_programs_read_are_warned_of_once(device, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read([2, 1, 1, 1])
-
-
-def test_a_captured_step_of_other_lengths_in_each_call(device):
-    """Lengths are constants of a capture, so such a step stays recorded."""
-    network = nn.GRU(5, 4).to(device)
-    x = padded(6, 4, 5).to(device)
-
-    def of(lengths: list[int]) -> Tensor:
-        rows, _ = network(pack_padded_sequence(x, torch.tensor(lengths)))
-        return pad_packed_sequence(rows)[0].square().sum()
-
-    both = [6, 4, 3, 1], [6, 5, 2, 2]
-    sets = itertools.cycle(both)
-    with torch.no_grad():
-        expected = [float(of(lengths)) for lengths in both]
-        step = xla_amp.compile(lambda: of(next(sets)))
-        assert [float(step()) for _ in range(6)] == expected * 3
 
 
 # -- precision --------------------------------------------------------------------------------------------------------

@@ -53,19 +53,6 @@ def test_an_evaluation_is_two_programs_of_any_length(device: torch.device, mode:
     assert executions[2] - executions[1] == 300  # one for each batch
 
 
-def test_an_evaluation_of_three_shapes_is_four_programs(device: torch.device) -> None:
-    model = network(24).to(device)
-    generator = torch.Generator().manual_seed(1)
-    sizes = [(4, 8, 2)[int(torch.randint(3, (), generator=generator))] for _ in range(50)]
-    total = torch.zeros((), device=device)
-    with torch.no_grad(), counted() as counts:
-        for size in sizes:
-            total += model(torch.ones(size, 5).to(device)).sum()
-        total.item()
-    assert counts.compilations <= 4
-    assert counts.executions > 40
-
-
 def test_an_evaluation_that_records_a_graph(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first program is longer, because its batches might be parts of an accumulated gradient."""
     monkeypatch.setattr(loops, "LONG", 128)
@@ -185,17 +172,6 @@ def test_a_teacher_without_gradients_is_part_of_the_step(device: torch.device) -
         for _ in range(4):
             step()
     assert (counts.executions, counts.compilations) == (4, 0)
-
-
-def test_a_loop_inside_a_transform(device: torch.device) -> None:
-    def power(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(40):
-            x = x * 0.5 + 0.25 * x
-        return x.sum()
-
-    x = torch.linspace(0.0, 0.1, 6).reshape(2, 3)
-    for transform in (torch.func.vmap(power), torch.func.vmap(torch.func.grad(power))):
-        torch.testing.assert_close(transform(x.to(device)).cpu(), transform(x), rtol=1e-3, atol=1e-4)
 
 
 # ---- training without an optimizer -----------------------------------------------------------------------------------

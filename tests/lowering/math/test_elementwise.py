@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import harness
-import jax
 import pytest
 import scipy.special
 import torch
@@ -134,18 +133,6 @@ ROWS = [
 )
 def test_rows(rows):
     check_rows(rows)
-
-
-def test_relu_keeps_a_half_result_on_gpu() -> None:
-    x = sample(5, 7, dtype=torch.bfloat16)
-    check("relu", x, platform="gpu")
-
-    def barriers(dtype: str, platform: str) -> int:
-        x = jax.ShapeDtypeStruct((4,), dtype)
-        return str(jax.make_jaxpr(lambda x: elementwise.relu(x, platform=platform))(x)).count("optimization_barrier")
-
-    assert barriers("bfloat16", "gpu") == barriers("float16", "gpu") == 1
-    assert barriers("float32", "gpu") == barriers("bfloat16", "tpu") == barriers("bfloat16", "cpu") == 0
 
 
 def test_erfcx_where_its_series_begins():

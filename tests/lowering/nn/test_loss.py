@@ -5,14 +5,8 @@ Ordinary calls are those of torch's operator database (tests/lazy/op_db).
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-import pytest
 import torch
-from harness import check, check_rows, lowering_of, row, sample, together
+from harness import check, check_rows, row, sample, together
 
 NONE, MEAN, SUM = range(3)
 
@@ -72,33 +66,3 @@ def test_halves_are_summed_in_float32() -> None:
     ones = torch.ones(4096, dtype=torch.bfloat16)
     check("mse_loss", ones, torch.zeros_like(ones), SUM, wide=True, rtol=0, atol=0)
     assert sum([torch.ones((), dtype=torch.bfloat16)] * 4096).item() == 256
-
-
-# -- the deferred gradient of a loss over classes ---------------------------------------------------------------------
-
-
-def both_gradients(dim: int, shape: tuple[int, ...] = (3, 7, 4)) -> tuple[Any, Any]:
-    """log_softmax's gradient after nll_loss's, as a function of its output and `write_out`; and an example output."""
-    backward, log_softmax_backward = lowering_of("nll_loss2d_backward"), lowering_of("_log_softmax_backward_data")
-    rng = np.random.default_rng(0)
-    output = jax.nn.log_softmax(jnp.asarray(rng.normal(size=shape), jnp.float32), axis=dim)
-    target = jnp.asarray(rng.integers(-1, shape[1], (shape[0], *shape[2:])))
-    weight = jnp.asarray(rng.uniform(0.1, 2, shape[1]), jnp.float32)
-
-    def gradient(output: jax.Array, write_out: bool) -> jax.Array:
-        one_hot = backward.function(jnp.float32(3), output, target, weight, 1, -1, jnp.float32(9))
-        assert (one_hot.shape, one_hot.dtype) == (shape, jnp.float32)  # error messages show them
-        grad = one_hot.materialize() if write_out else one_hot
-        assert grad.shape == shape
-        return log_softmax_backward.function(grad, output, dim, jnp.float32)
-
-    return gradient, output
-
-
-@pytest.mark.parametrize(("dim", "sums"), [(-2, 0), (2, 1)])
-def test_sum_of_one_class_is_its_value_and_reads_nothing(dim: int, sums: int) -> None:
-    gradient, output = both_gradients(dim)
-    compiled = jax.jit(gradient, static_argnums=1)
-    np.testing.assert_array_equal(compiled(output, False), compiled(output, True))
-    assert str(jax.make_jaxpr(gradient, static_argnums=1)(output, False)).count("reduce_sum") == sums
-    assert str(jax.make_jaxpr(gradient, static_argnums=1)(output, True)).count("reduce_sum") == 1

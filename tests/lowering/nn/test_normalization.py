@@ -263,17 +263,3 @@ def test_an_empty_batch(platform: str) -> None:
     assert grad.shape == x.shape
     assert not weight.any()
     assert not bias.any()
-
-
-def test_the_gradient_that_two_kernels_read_is_kept_low_on_gpu() -> None:
-    """A barrier, only for half gradients, keeps XLA from recomputing them from wider values."""
-
-    def barriers(dtype: jnp.dtype, platform: str) -> int:
-        x, vector = jnp.ones((2, 3, 4, 4), dtype), jnp.ones(3)
-        backward = lowering_of("native_batch_norm_backward").function
-        arguments = (x, vector, None, None, vector, vector, True, 1e-5, [True] * 3)
-        program = jax.make_jaxpr(lambda grad: backward(grad, *arguments, platform=platform))(x)
-        return str(program).count("optimization_barrier")
-
-    assert barriers(jnp.bfloat16, "gpu") == 1
-    assert [barriers(jnp.float32, "gpu"), barriers(jnp.bfloat16, "tpu"), barriers(jnp.bfloat16, "cpu")] == [0, 0, 0]

@@ -69,6 +69,14 @@ def test_uniform_never_reaches_its_end():
         assert values.max() < 1.0 + 2.0**-6
 
 
+def test_a_number_beside_a_tensor():
+    """Other forms: tests/lazy/torch_integration/test_generator.py."""
+    drawn = run("normal.float_Tensor", 3.0, torch.full((COUNT,), 2.0))[0]
+    assert distance(drawn, NORMAL(3.0, 2.0).cdf) < 1.63
+    drawn = run("bernoulli.p", torch.zeros(COUNT), 0.3)[0]
+    assert drawn.mean().item() == pytest.approx(0.3, abs=4 * math.sqrt(0.21 / COUNT))
+
+
 def test_bernoulli_takes_a_probability_for_each_element():
     p = torch.tensor([0.0, 1.0, 0.5]).repeat_interleave(4000)
     for values in (
