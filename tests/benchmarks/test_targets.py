@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import pytest
 import targets
 
-from xla_amp.errors import ModuleError
-
 N = 1024
 
 
@@ -45,18 +43,6 @@ def test_a_low_product_stays_low_and_a_wide_one_wide(compilers, target):
         assert compiled.peak_memory >= compiled.argument_memory
         # Both operands are read at least once; sums of the parts bound what a fused program can save.
         assert compiled.argument_memory <= compiled.bytes_accessed <= 16 * N * N * 4
-
-
-def test_a_module_for_four_devices_and_options_of_the_compiler(compilers):
-    needs("v6e")
-    text = targets.lower(layer, *arguments(jnp.float32), target="v6e")
-    assert "mhlo.num_partitions = 1" in text
-    four = text.replace("mhlo.num_partitions = 1", "mhlo.num_partitions = 4")
-    assert "num_partitions=4" in compilers.compile(four, "v6e").hlo
-    with pytest.raises(ModuleError, match=r"compiling for v6e failed: .*xla_nothing"):
-        compilers.compile(text, "v6e", {"xla_nothing": "1"})
-    with pytest.raises(ModuleError, match="compiling for v6e failed: MLIRError: Unable to parse module assembly"):
-        compilers.compile("func.func @main(", "v6e")
 
 
 HLO = """

@@ -139,15 +139,6 @@ def test_step_closures_on_a_thread(device):
         end_steps()
 
 
-def test_a_closure_that_adds_a_closure(device):
-    seen = []
-    xm.add_step_closure(lambda: xm.add_step_closure(seen.append, args=(1,)))
-    xm.mark_step()
-    assert seen == []
-    xm.mark_step()
-    assert seen == [1]
-
-
 def test_waiting(device):
     tensor = torch.ones(2, device=device) + 1
     before = xla_amp.metrics()["host_syncs"]
