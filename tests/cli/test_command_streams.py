@@ -164,20 +164,11 @@ def test_help_has_examples_that_are_valid_and_the_exit_statuses(run, command):
 
 def test_a_long_command_says_what_it_does(capsys, monkeypatch):
     monkeypatch.setattr(progress, "EVERY", 0.05)
-    with progress.shown("xla-amp compare", lines=True):
+    with progress.shown("xla-amp compare"):
         progress.tell("measuring operations", 3, 8)
         time.sleep(0.3)
     assert "xla-amp compare: measuring operations, 3 of 8 (0 s)\n" in capsys.readouterr().err
     monkeypatch.setenv("XLA_AMP_PROGRESS", "off")
-    with progress.shown("xla-amp compare", lines=True):
+    with progress.shown("xla-amp compare"):
         time.sleep(0.1)
     assert capsys.readouterr().err == ""
-
-
-def test_a_terminal_gets_a_bar_that_leaves_it(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    with contextlib.redirect_stderr(pages.Terminal()) as shown, progress.shown("convert"):
-        progress.tell("searching", 1, 2)
-        time.sleep(progress.QUIET + 0.5)
-    assert "convert: searching" in shown.getvalue()

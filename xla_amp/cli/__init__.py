@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         arguments.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     silent = arguments.quiet or not arguments.on_cpu
-    show = contextlib.nullcontext() if silent else progress.shown(f"xla-amp {arguments.command}", lines=True)
+    show = contextlib.nullcontext() if silent else progress.shown(f"xla-amp {arguments.command}")
     try:
         with show, common.limited(arguments):
             if arguments.on_cpu:

@@ -19,7 +19,6 @@ from xla_amp.errors import PolicyError
 
 EngineName: TypeAlias = Literal["auto", "torch_xla", "jax"]
 Fallback: TypeAlias = Literal["error", "cpu"]
-Progress: TypeAlias = Literal["auto", "on", "off"]
 Debug: TypeAlias = Literal["recompile", "sync"]
 
 POLICY_FILE: Final = "XLA_AMP_POLICY"
@@ -57,7 +56,6 @@ HPU_LISTS: Final[tuple[tuple[Cast, str], ...]] = (
 
 _ENGINES: Final[tuple[EngineName, ...]] = get_args(EngineName)
 _FALLBACKS: Final[tuple[Fallback, ...]] = get_args(Fallback)
-_PROGRESS: Final[tuple[Progress, ...]] = get_args(Progress)
 _DEBUG: Final[tuple[Debug, ...]] = get_args(Debug)
 _SWITCH: Final = ("0", "1")
 _LEGACY_DTYPE_FLAGS: Final = ("XLA_USE_BF16", "XLA_USE_F16")
@@ -142,9 +140,9 @@ def xla_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name in names or name.startswith(("XLA_FLAGS", "TF_"))}
 
 
-def progress() -> Progress:
-    """``XLA_AMP_PROGRESS``: whether long commands show progress: ``auto`` (default, on a terminal), ``on``, ``off``."""
-    return _choice(PROGRESS, _PROGRESS, "auto")
+def shows_progress() -> bool:
+    """``XLA_AMP_PROGRESS``: whether long calls and compilations say what they do: ``on`` (default) or ``off``."""
+    return _choice(PROGRESS, ("on", "off"), "on") == "on"
 
 
 def warns_of_cpu_training() -> bool:

@@ -71,7 +71,7 @@ _SETTINGS: Final = (
     config.huggingface,
     config.platform,
     config.program_memory,
-    config.progress,
+    config.shows_progress,
     config.tape_limit,
     config.timeout,
     config.warns_of_cpu_training,

@@ -71,7 +71,7 @@ def compiling(operations: int, location: str, *, stores: bool) -> Iterator[None]
         stores: whether the result is kept on the disk.
     """
     text = f"{operations:,} operations{location and ', from '}{location}{'; kept for the next run' if stores else ''}"
-    shown = config.progress() != "off" and _log.isEnabledFor(logging.WARNING)
+    shown = config.shows_progress() and _log.isEnabledFor(logging.WARNING)
     timer = threading.Timer(QUIET, _log.warning, [f"compiling {text}"])
     timer.daemon = True
     begin = time.monotonic()

@@ -77,7 +77,7 @@ def find_overflow(
     arguments = _nonfinite_paths((args, kwargs), "args")
     watch = _Watch()
     with (
-        progress.shown("find_overflow", lines=True, first=3),
+        progress.shown("find_overflow", first=3),
         modules.functionalized(function, args, kwargs) as lifted,
         compat.retraced(),
         modules.named(),

@@ -71,7 +71,7 @@ def find_overflow(
             batch = kept_step.restore(kept, found)
             return find_overflow(step, *(args or batch), objects=objects, **kwargs)
     with (
-        progress.shown("find_overflow", lines=True, first=3),
+        progress.shown("find_overflow", first=3),
         compiling.for_few_runs(),
         contextlib.ExitStack() as stack,
     ):

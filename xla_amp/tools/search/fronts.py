@@ -100,7 +100,7 @@ def searched(
             "take it out, search opens one around the program"
         )
     program.candidates = from_records(program.records(None))
-    with progress.shown("precision search", lines=True, first=3):
+    with progress.shown("precision search", first=3):
         found = search(
             program,
             budget=dict(budget) if isinstance(budget, Mapping) else {next(iter(program.reference(0))): budget},
