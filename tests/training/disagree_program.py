@@ -1,7 +1,7 @@
-"""Pairs of processes that come to disagree, for test_disagreement.py: ``disagree_program.py FOLDER CASE...``.
+"""Pairs of processes that come to disagree, for test_disagreement.py: ``disagree_program.py FOLDER SECONDS CASE...``.
 
 All pairs run at a time, as copies of this process.  FOLDER gets the text of each process, ``CASE-RANK``, and
-``codes.json`` with the exit status and the seconds of each case.
+``codes.json`` with the exit status and the seconds of each case.  SECONDS is how long they wait for each other.
 """
 
 from __future__ import annotations
@@ -22,30 +22,24 @@ from torch import nn
 import xla_amp
 from xla_amp import xla_model as xm
 from xla_amp.common import config
-from xla_amp.lazy.distributed import consistency
 
 FIRST, STEPS = 4, 8
 """The step that goes another way, and how many steps there are."""
-ALONE = {"stop": 20.0, "stopped too long": 20.0, "slow": 2.0, "late": 20.0}
+ALONE = {"stop": 20.0, "slow": 2.0}
 """Seconds that process 1 spends elsewhere."""
-WAIT = 6.0
-"""Seconds that process 0 waits for one that is late or stopped too long."""
 
 
-def go_another_way(case, loss, model, device):
+def go_another_way(case, loss):
     """What process 1 does in step `FIRST`, after the forward pass, beside what process 0 does."""
     if case == "read":
         print("read", float(loss))
-    elif case == "evaluate":
-        with torch.no_grad():
-            xm.all_reduce(xm.REDUCE_SUM, model(torch.ones(3, 8, device=device)).mean()).item()
     elif case == "raise":
         raise ValueError("this one has had enough")
     elif case == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif case in ("slow", "late"):
+    elif case == "slow":
         time.sleep(ALONE[case])
-    elif case in ("stop", "stopped too long"):
+    elif case == "stop":
         Path(f"{case}.stopped").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -59,35 +53,22 @@ def train(case, rank):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0)
     for step in range(STEPS):
         other = step == FIRST and rank == 1
-        if case in ("late", "stopped too long") and step == FIRST:
-            consistency._agreement[
-                0
-            ]._timeout = WAIT  # shorter than XLA_AMP_TIMEOUT, as a start on a busy machine is not
         if case == "kill first" and step == FIRST and rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         if other and case == "end":
             return
         x = torch.randn(5 if other and case == "shape" else 4, 8).to(device)
         optimizer.zero_grad()
-        if other and case == "rate":
-            optimizer.param_groups[0]["lr"] *= 2
-        if other and case == "optimizer":
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         own = 1.0 + rank if case == "factor" else 1.0  # of this process's batch
         loss = own * F.mse_loss(model(x), x)
         if case == "hold, function":  # a program with a user's function has no description
             loss = xla_amp.jax.torch_function(lambda value: value * 2)(loss)
         if other:
-            go_another_way(case, loss, model, device)
-        if other and case == "order":
-            xm.all_reduce(xm.REDUCE_MAX, [loss])
-            loss.backward()
-            xm.optimizer_step(optimizer)
-        else:
-            loss.backward()
-            xm.optimizer_step(optimizer)
-            xm.all_reduce(xm.REDUCE_MAX, [loss.detach()])
-        xla_amp.sync()
+            go_another_way(case, loss)
+        loss.backward()
+        xm.optimizer_step(optimizer)
+        xm.all_reduce(xm.REDUCE_MAX, [loss.detach()])
+        xla_amp.sync(wait=True)
         # The next program cannot overwrite what this still holds.
         held = [xla_amp.jax.to_jax(each.detach()) for each in model.parameters()] if other and "hold" in case else []
     del held
@@ -110,9 +91,8 @@ def free_ports():
 def watch(folder, started):
     """Waits for all processes; wakes the stopped ones when it is time."""
     begin, codes = time.monotonic(), {}
-    for case in ("stop", "stopped too long"):
-        if any(name == case for name, _ in started.values()):
-            Thread(target=wake, args=(case,), daemon=True).start()
+    if any(name == "stop" for name, _ in started.values()):
+        Thread(target=wake, args=("stop",), daemon=True).start()
     while started:
         pid, status = os.wait()
         case, rank = started.pop(pid)
@@ -129,7 +109,7 @@ def wake(case):
 
 
 def main():
-    folder, *cases = sys.argv[1:]
+    folder, seconds, *cases = sys.argv[1:]
     os.chdir(folder)
     started = {}
     for case in cases:
@@ -143,7 +123,7 @@ def main():
             os.dup2(file, 1)
             os.dup2(file, 2)
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": port}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "XLA_AMP_TIMEOUT": "120"}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "XLA_AMP_TIMEOUT": seconds}
             return train(case, rank)
     return watch(folder, started)
 

@@ -86,5 +86,5 @@ def test_what_cannot_be_says_what_to_call():
         )
         assert "make batches of each process's own rows with xla_amp.global_batch()" in refused["own values"]
         assert refused["collective"].startswith("DeviceError: all_reduce: these processes train on one mesh")
-        for text in (process["own numbers"], refused["own numbers again"]):  # the second of a program that has run
-            assert "a Python number that they read, or the seed of random numbers, is 2.5 on process 0, 3.5" in text
+        for text in (process["own numbers"], refused["own numbers again"]):  # the second after eight programs
+            assert "different values for the Python numbers" in text

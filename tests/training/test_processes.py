@@ -211,16 +211,16 @@ def test_gradients_in_16_bits_are_reduced_in_float32(world):
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-def test_processes_with_another_program_are_named_before_it_runs(own_policy):
+def test_processes_with_another_new_program_are_named_before_it_runs(own_policy):
     first, second = together(2)["graph"]
     assert first == second  # all processes say the same
     for text in first.values():
         assert re.search(r"EngineError: process 0 \(.*\) and process 1 \(.*\) cannot run their next program", text)
-        assert re.search(r"replica_program\.py:\d+: xla_amp\.sync\(\)", text)
+        assert len(re.findall(r"replica_program\.py:\d+: xla_amp\.sync\(\)", text)) == 2
     low = {"tpu": "bfloat16", "gpu": "float16"}[own_policy]
     different = rf"operation \d is all_reduce\.sum\(%4\) .* 0, sin\(%4\) -> {low}\[4,4\] .* 1"
     assert re.search(different, first["operation"])
-    assert f"autocast is jax: policy '{own_policy}' in {low} (rules" in first["policy"]
+    assert re.search(rf"operation \d is .*{low}\[4,4\] .* 0, .*float32\[4,4\] .* 1", first["policy"])
     assert "3 values are kept on process 0, 4 on process 1" in first["results"]
 
 
@@ -258,8 +258,8 @@ def test_without_a_launcher_the_others_end_within_the_timeout(tmp_path):
             time.sleep(0.05)
         second.kill()
         _, words = first.communicate(timeout=60)
-        assert first.returncode == 1
-        assert re.search(r"process 1 \(.*\) has ended, so process 0 \(.*\) ends", words)
+        assert first.returncode != 0
+        assert re.search(r"tasks are unhealthy \(stopped sending heartbeats\):\n1\n", words)
     finally:
         for process in both:
             process.kill()

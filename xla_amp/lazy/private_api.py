@@ -9,7 +9,6 @@ import functools
 import inspect
 import pathlib
 import queue
-import signal
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -172,21 +171,6 @@ def keep_collectives_local() -> None:
     from jaxlib import _jax
 
     _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
-
-
-def delay_aborts() -> None:
-    """From now on SIGABRT ends this process 6 s later, unless it is handled.
-
-    JAX's client aborts the process, from a separate thread, when the coordinator is gone or another process has
-    missed its heartbeat (``missed_heartbeat_callback`` cannot be given: jaxlib 0.10 fails to convert its argument).
-    Until then the main thread can report which process has ended.
-    """
-    c = ctypes.CDLL(None)
-    c.signal.restype, c.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
-    # The handler is called with the signal's number, which is 6; the abort goes on when it returns.
-    before = c.signal(signal.SIGABRT, ctypes.cast(c.sleep, ctypes.c_void_p))
-    if before is not None:
-        c.signal(signal.SIGABRT, before)
 
 
 def before_executors_end(call: Callable[[], object]) -> None:

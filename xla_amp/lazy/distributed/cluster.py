@@ -15,6 +15,11 @@ from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
 
 
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's own, which no other machine reaches."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def place() -> Process | None:
     """Rank of this process and how to reach the others; None for a process that trains alone.
 

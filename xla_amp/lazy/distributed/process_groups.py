@@ -36,8 +36,6 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     Raises:
         DeviceError: torch's rank or number of processes is not the device's.
     """
-    from xla_amp.lazy.distributed import agreement
-
     place = cluster.place()
     mine = (0, 1) if place is None else (place.rank, place.world_size)
     if size > mine[1] or (size == mine[1] and rank != mine[0]):
@@ -51,7 +49,7 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     gloo = torch.distributed.ProcessGroupGloo
     options = gloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    local = place is None or agreement.is_loopback(place.host)
+    local = place is None or cluster.is_loopback(place.host)
     options._devices = [gloo.create_device(hostname="127.0.0.1") if local else gloo.create_default_device()]
     return gloo(store, rank, size, options)
 

@@ -7,7 +7,7 @@ program runs under `jax.shard_map`, where an operation sees its device's value a
 from __future__ import annotations
 
 import atexit
-import itertools
+import collections
 import logging
 import os
 import socket
@@ -24,17 +24,16 @@ from xla_amp.lazy.distributed import cluster
 from xla_amp.lazy.distributed.collectives import all_reduce as all_reduce
 from xla_amp.lazy.distributed.collectives import collective as collective
 
-_HEARTBEAT = 30
-"""Seconds that JAX's coordinator waits longer for a process than the others do (`agreement`), whose error says more."""
+_HEARTBEAT = 100
+"""Seconds, at most, after which JAX's coordinator takes a silent process for dead: JAX's default."""
 
-_rendezvous_count = itertools.count()
+_rendezvous_counts: collections.Counter[str] = collections.Counter()
 
 
 def join() -> None:
     """Connects this process to the others of its job (`cluster.place`); returns when all have come.
 
-    From then on the end of one process ends the others: with an error at their next program with collectives, or a few
-    seconds later with a message that names it (`agreement`).
+    From then on JAX's coordinator ends all processes when one of them has gone.
 
     Raises:
         EngineError: a process did not come, or has other settings.
@@ -42,32 +41,28 @@ def join() -> None:
     process = cluster.place()
     if process is None:
         return
-    from xla_amp.lazy.distributed import agreement, consistency  # a single process never loads them
+    from xla_amp.lazy.distributed import consistency  # a single process never loads them
 
     if private_api.coordinator() is None:
-        if agreement.is_loopback(process.host):
+        if cluster.is_loopback(process.host):
             private_api.keep_collectives_local()
         consistency.meet(process)
         _connect(process)
     consistency.meet_at_coordinator(process, private_api.coordinator())
     atexit.register(_leave)  # runs before JAX's exit handler, which is registered already
-    private_api.delay_aborts()
-    consistency.connect(process, private_api.coordinator())
 
 
 def _connect(process: config.Process) -> None:
-    from xla_amp.lazy.distributed import agreement
-
     try:
         with private_api.without_preemption_notice():
             jax.distributed.initialize(
                 process.coordinator,
                 process.world_size,
                 process.rank,
-                coordinator_bind_address=process.coordinator if agreement.is_loopback(process.host) else None,
+                coordinator_bind_address=process.coordinator if cluster.is_loopback(process.host) else None,
                 local_device_ids=None if config.platform() == "cpu" else [process.local_rank],
                 initialization_timeout=process.timeout,
-                heartbeat_timeout_seconds=process.timeout + _HEARTBEAT,
+                heartbeat_timeout_seconds=min(process.timeout, _HEARTBEAT),
                 shutdown_timeout_seconds=process.timeout,
             )
     except Exception as error:
@@ -87,16 +82,14 @@ def fail(error: BaseException) -> None:
 
 
 def _leave() -> None:
-    """Exit handler.  JAX's own waits for the other processes, which may wait for this one in a step."""
+    """Exit handler.  JAX's own would wait for the other processes, which may wait in a program for one that failed."""
     from xla_amp.lazy.distributed import consistency
 
-    failure = _failure or getattr(sys, "last_value", None)
+    process, failure = cluster.place(), _failure or getattr(sys, "last_value", None)
+    assert process is not None  # noqa: S101  (`join`)
     reason = "has ended" if failure is None else f"has failed ({type(failure).__name__}: {failure})"
-    text = f"{consistency.name_of(ordinal())} {reason} and runs no more programs"
-    other = consistency.leave(text, failed=failure is not None)
-    if other:
-        sys.stderr.write(f"xla_amp: process {ordinal()} has ended well, but {other}\n")
-    if other or failure is not None:
+    consistency.leave(process, reason, failed=failure is not None)
+    if failure is not None:
         exit_failed()
 
 
@@ -142,7 +135,8 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
         return [payload]
     from xla_amp.lazy.distributed import consistency
 
-    key = f"xla_amp/{next(_rendezvous_count)}/{tag}"
+    _rendezvous_counts[tag] += 1
+    key = f"xla_amp/{_rendezvous_counts[tag]}/{tag}"
     client.key_value_set_bytes(f"{key}/{process.rank}", payload)
     return [
         consistency.wait_for(client, process, f"{key}/{rank}", rank, repr(tag), binary=True)

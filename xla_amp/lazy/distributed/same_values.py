@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -16,7 +15,6 @@ from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.programs import mesh
-from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lazy.torch_integration import generator
 
 ComparedArray: TypeAlias = np.ndarray | jax.Array
@@ -24,23 +22,17 @@ ComparedArray: TypeAlias = np.ndarray | jax.Array
 _LISTED = 4
 """Shapes of differing values that an error names."""
 _left = config.PROGRAMS_LEAST
-"""New programs whose inputs are still compared.  All processes keep that many: later on, a program may be new in one
-process that dropped it, and in no other."""
+"""New programs whose arrays are still compared; each time the host reads all of them."""
 
 
-@contextlib.contextmanager
-def compare_inputs(program: XlaProgram, arguments: Sequence[Any]) -> Iterator[None]:
-    """Before a new program over a mesh of several processes runs: `compare` of its inputs, for the first programs.
+def compare_inputs(arguments: Sequence[ComparedArray]) -> None:
+    """Before a new program over a mesh of several processes runs: `compare` of its numbers, at first of all inputs.
 
     A batch that each process uploaded by itself, and weights from other seeds, are found here.
     """
     global _left
-    if _left > 0 and not program.compared and mesh.spans_processes():
-        program.compared = True
-        _left -= 1
-        donated, kept, *numbers = arguments
-        compare([*donated, *kept, *numbers])
-    yield
+    _left -= 1
+    compare(arguments if _left >= 0 else [each for each in arguments if isinstance(each, np.ndarray)])
 
 
 def compare(arrays: Sequence[ComparedArray]) -> None:

@@ -137,16 +137,15 @@ def start(mesh: Mesh) -> None:
     if meshes.replicas:
         execute.flush()  # with the collectives of separate processes
     meshes.use(mesh)
-    _subscribe()
+    _shard_optimizer_state()
     if meshes.spans_processes():
         same_values.one_stream()
     return None
 
 
 @functools.cache
-def _subscribe() -> None:
+def _shard_optimizer_state() -> None:
     register_optimizer_step_post_hook(_shard_state)
-    execute.running_together.subscribe(same_values.compare_inputs)
 
 
 _compared: set[tuple[Spec, NamedSharding]] = set()

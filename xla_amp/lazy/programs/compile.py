@@ -71,14 +71,6 @@ class XlaProgram:
     """The key's instructions by id, so that they live as long as the program (`trace.forget_unused`)."""
     input_formats: tuple[InputFormat, ...] = ()
     """Inputs of `jitted` that need another memory layout than JAX's default."""
-    overwritten: tuple[int, ...] = ()
-    """Parameters that the first of the wanted values overwrite, in that order; of a program with a digest."""
-    shared: tuple[Sequence[int], Sequence[int]] | None = None
-    """Floats and ints that must be the same in all processes; None: all (`execute.running_together`)."""
-    digest: bytes | None = None
-    """Of its text, for a program that several processes run together (`execute.running_together`)."""
-    compared: bool = False
-    """Whether its inputs were compared between the processes of one mesh (`same_values`)."""
     context: Context
     """What its operations know of the program."""
     is_ready: bool = False

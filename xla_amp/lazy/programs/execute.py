@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
@@ -52,15 +51,8 @@ def flush_begins(parameters: list[Buffer], held: list[bool]) -> None:
 
 
 @events.Point
-def program_admitted(program: XlaProgram) -> None:
-    """Before the first run of each program."""
-
-
-@events.Point
-def running_together(  # type: ignore[empty-body]
-    program: XlaProgram, arguments: Sequence[Any]
-) -> contextlib.AbstractContextManager[object]:
-    """Around the dispatch of a program that several processes run together, which has a digest; raises to reject it."""
+def program_admitted(program: XlaProgram, arguments: Sequence[Any]) -> None:
+    """Before the first run of each program, with its inputs; raises to reject it."""
 
 
 @events.Point
@@ -131,6 +123,8 @@ def _finish() -> None:
         for results, mark in programs.items():
             if _pending.get(results) is mark:  # otherwise it was dispatched again meanwhile
                 del _pending[results]
+    if failure is not None and mesh.ended.listeners:
+        raise StepFailedError(f"{failure}{mesh.ended_peers()}") from failure
     if failure is not None:
         raise failure
 
@@ -289,9 +283,7 @@ def _build(run: _Flush, streams: int) -> XlaProgram:
 
 def _first_run(run: _Flush, program: XlaProgram, floats: np.ndarray, ints: np.ndarray) -> list[Any]:
     if program_admitted.listeners:
-        index_of = {id(buffer): index for index, buffer in enumerate(run.parameters)}
-        program.overwritten = tuple(index_of[id(buffer)] for buffer in run.targets[: run.overwritten])
-        program_admitted(program)
+        program_admitted(program, [*run.arrays, floats, ints])
     return execute(program, run.arrays, floats, ints)
 
 
@@ -365,24 +357,13 @@ def execute(program: XlaProgram, arrays: list[Any], floats: np.ndarray, ints: np
     return dispatch(program, donated, kept, floats, ints)
 
 
-def dispatch(
-    program: XlaProgram, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray
-) -> list[Any]:
+def dispatch(program: XlaProgram, donated: list[Any], kept: list[Any], floats: Any, ints: Any) -> list[Any]:
     """`execute` with the parameters in the order of the program."""
     program_cache.touch(program)
-    if program.digest is None:
-        return _call(program, donated, kept, floats, ints)
-    with contextlib.ExitStack() as stack:
-        for each in running_together(program, (donated, kept, floats, ints)):
-            stack.enter_context(each)
-        return _call(program, donated, kept, floats, ints)
-
-
-def _call(program: XlaProgram, donated: list[Any], kept: list[Any], floats: Any, ints: Any) -> list[Any]:
     if not donated and not kept:  # at least one argument tells the device
         floats, ints = mesh.put(floats), mesh.put(ints)
     arguments = donated, kept, floats, ints
-    if not program.is_ready:  # several processes have agreed on it by now (`running_together`)
+    if not program.is_ready:
         executables.make_ready(program, arguments)
     with jax.transfer_guard_host_to_device("allow"):  # the numbers go along with the call: a sixth of an upload's time
         outputs: list[Any] = program.jitted(*arguments)

@@ -30,7 +30,7 @@ _shardings: weakref.WeakKeyDictionary[Buffer, NamedSharding] = weakref.WeakKeyDi
 
 @events.Point
 def ended() -> Sequence[str]:  # type: ignore[empty-body]
-    """Asks for the names of processes that have ended; a single process has no listener."""
+    """Asks for what processes have told that ended; a single process has no listener."""
 
 
 def use(mesh: Mesh) -> None:
@@ -177,5 +177,5 @@ def ended_peers() -> str:
         return ""
     gone = [name for names in ended() for name in names]
     if gone:
-        return f" ({' and '.join(gone)} has ended)"
+        return f" ({' and '.join(gone)})"
     return " (another process has ended or left, if this is about a connection)"

@@ -50,7 +50,7 @@ def download(array: jax.Array) -> torch.Tensor:
     metrics.device_to_host += 1
     try:
         value = np.array(array, copy=True)
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # JAX raises either when a connection is lost
         if not mesh.ended.listeners:
             raise
         raise StepFailedError(f"{error}{mesh.ended_peers()}") from error

@@ -197,6 +197,9 @@ def device() -> torch.device:
             processes.join()
             pjrt.jax_device()
             if processes.world_size() > 1:
+                from xla_amp.lazy.distributed import new_programs  # a single process never loads it
+
+                new_programs.compare()
                 mesh.use_processes()
             private_api.register_device(DEVICE_TYPE, BackendModule(), device_guard.make())
             generator.manual_seed(torch.initial_seed())
