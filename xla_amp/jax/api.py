@@ -59,31 +59,21 @@ class AutocastFunction(Protocol[_P, _R_co]):
     ) -> Callable[_Rest, _R]: ...
 
 
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class AutocastContext:
     """Decorator: the result of `autocast()` without a function.  With ``enabled=False`` also a context manager.
 
     It is reentrant and thread-safe.
     """
 
-    def __init__(
-        self,
-        *,
-        policy: PolicyLike | None,
-        rules: Mapping[str, Cast] | None = None,
-        dtype: Any,
-        enabled: bool,
-        carry: Carry,
-        residual: Carry = "keep",
-        strict: bool = False,
-    ) -> None:
-        self.policy = policy
-        self.rules = None if rules is None else dict(rules)
-        self.dtype = dtype
-        self.enabled = enabled
-        self.carry = carry
-        self.residual = residual
-        self.strict = strict
-        self._open = threading.local()
+    policy: PolicyLike | None
+    rules: Mapping[str, Cast] | None
+    dtype: Any
+    enabled: bool
+    carry: Carry
+    residual: Carry
+    strict: bool
+    _open: threading.local = dataclasses.field(default_factory=threading.local, init=False)
 
     def settings(self) -> Settings:
         """The arguments, resolved for the current backend, file and environment."""
@@ -196,7 +186,13 @@ def autocast(
     if not isinstance(enabled, bool):
         raise PolicyError(f"autocast(enabled={enabled!r}): expected True or False, got {type(enabled).__name__}")
     region = AutocastContext(
-        policy=policy, rules=rules, dtype=dtype, enabled=enabled, carry=carry, residual=residual, strict=strict
+        policy=policy,
+        rules=None if rules is None else dict(rules),
+        dtype=dtype,
+        enabled=enabled,
+        carry=carry,
+        residual=residual,
+        strict=strict,
     )
     if enabled and (policy is not None or rules is not None or dtype is not None):
         region.settings()
@@ -236,7 +232,8 @@ def _wrap(region: AutocastContext, function: Any) -> Any:
     shown: Any = call
     shown.report, shown.region = report, region
     if jitted is not None:
-        shown.lower, shown.trace, shown.eval_shape = jitted.lower, jitted.trace, jitted.eval_shape
+        for name in ("lower", "trace", "eval_shape"):
+            setattr(shown, name, jitted.method(name))
         shown.clear_cache = jitted.clear_cache
     return call
 
@@ -256,7 +253,7 @@ class _Jitted:
         settings = self._region.settings()
         key = (settings, settings.current_policy())
         if key not in self._compiled:
-            inner = compat.without_jit(self._function)
+            inner = self._function.__wrapped__
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 return _evaluate(self._region, inner, args, kwargs)
@@ -266,17 +263,9 @@ class _Jitted:
             self._compiled[key] = compat.jit_like(self._function, run)
         return self._compiled[key]
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `jax.jit`."""
-        return self.compiled().lower(*args, **kwargs)
-
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `jax.jit`."""
-        return self.compiled().trace(*args, **kwargs)
-
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `jax.jit`."""
-        return self.compiled().eval_shape(*args, **kwargs)
+    def method(self, name: str) -> Callable[..., Any]:
+        """A method of functions of `jax.jit`, for the rules that hold when it is called."""
+        return lambda *args, **kwargs: getattr(self.compiled(), name)(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """As of `jax.jit`; also of the function without autocast."""
@@ -321,9 +310,9 @@ class _Program:
         self._debug_info = compat.debug_info(function)
         self._function, self._finish = lifted.function, lifted.finish
         self._leaves, self._tree = jax.tree.flatten((lifted.args, lifted.kwargs))
-        self._indices = [index for index, leaf in enumerate(self._leaves) if compat.is_array(leaf)]
+        self._indices = [index for index, leaf in enumerate(self._leaves) if isinstance(leaf, jax.Array)]
         self._values = [self._leaves[index] for index in self._indices]
-        self._avals = [compat.typeof(value) for value in self._values]
+        self._avals = [jax.typeof(value) for value in self._values]
         self._static_outs: list[Any] = []
         """Results that are no arrays; None for those that are."""
         self.closed = compat.trace(self._flat_function, self._avals, self._debug_info)
@@ -335,8 +324,8 @@ class _Program:
         positional, named = jax.tree.unflatten(self._tree, filled)
         with override_scope.traced_here(self._policy):
             outs, self._out_tree = jax.tree.flatten(self._function(*positional, **named))
-        self._static_outs = [None if compat.is_array(out) else out for out in outs]
-        return [out for out in outs if compat.is_array(out)]
+        self._static_outs = [None if isinstance(out, jax.Array) else out for out in outs]
+        return [out for out in outs if isinstance(out, jax.Array)]
 
     def _floats(self, *values: Any) -> list[Any]:
         return [out for out in self._flat_function(*values) if is_castable(out.dtype)]

@@ -41,10 +41,6 @@ REMATTED = "rematted_computation"
 """JAX's name scope around a forward pass that `jax.checkpoint` computes again."""
 
 
-typeof = jax.typeof
-"""Abstract value of an array, tracer or scalar."""
-
-
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """Those of the operands or results in a jaxpr that are no constants."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
@@ -68,11 +64,12 @@ def debug_info(function: Callable[..., Any]) -> Any:
     return extended.DebugInfo("autocast", f"{getattr(plain, '__name__', 'function')}{place}", None, None)
 
 
-def without_constants(closed: ClosedJaxpr) -> Jaxpr:
-    """The jaxpr with its constants as leading arguments."""
+def without_constants(closed: ClosedJaxpr, given: Iterable[Any] | None = None) -> Jaxpr:
+    """The jaxpr with its constants as leading arguments; `given` are their variables and others that it ignores."""
     jaxpr = closed.jaxpr
+    first = jaxpr.constvars if given is None else given
     replaced: Jaxpr = jaxpr.replace(
-        constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info.with_unknown_names()
+        constvars=(), invars=[*first, *jaxpr.invars], debug_info=jaxpr.debug_info.with_unknown_names()
     )
     return replaced
 
@@ -86,7 +83,7 @@ def cast_like(value: Any, aval: Any) -> Any:
     """`value` with the dtype and weak type of `aval`, if that is a real floating dtype."""
     if not jax.numpy.issubdtype(aval.dtype, jax.numpy.floating):
         return value
-    given = typeof(value)
+    given = jax.typeof(value)
     if (given.dtype, given.weak_type) == (aval.dtype, aval.weak_type):
         return value
     with mesh_of(value):
@@ -104,7 +101,7 @@ def mesh_of(value: Any) -> Any:
 
     `jax.sharding.auto_axes` and `explicit_axes` change the axis types of the mesh in the middle of a program.
     """
-    mesh = getattr(getattr(typeof(value), "sharding", None), "mesh", None)
+    mesh = getattr(getattr(jax.typeof(value), "sharding", None), "mesh", None)
     now = jax.sharding.get_abstract_mesh()
     # JAX takes values of one mesh in another if the compiler distributes both.
     if mesh is None or mesh.empty or now.empty or mesh == now or (mesh.are_all_axes_auto and now.are_all_axes_auto):
@@ -134,11 +131,6 @@ def low_sums_crash(mesh: Any = None, manual: Iterable[str] = ()) -> bool:
     split = {name for name, extent in mesh.shape.items() if extent > 1}
     inside = {*mesh.manual_axes, *manual}
     return bool(inside) and not split <= inside and jax.default_backend() == "cpu"
-
-
-def slice_aval(aval: Any, length: int) -> Any:
-    """Type of one step of a scanned array."""
-    return extended.mapped_aval(length, 0, aval)
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -309,16 +301,6 @@ def runs_now(values: Sequence[Any]) -> bool:
     return is_eager(current_trace()) and all(map(is_concrete, values))
 
 
-def wrap_function(function: Callable[..., Any], like: Any) -> Any:
-    """`function` as the ``WrappedFun`` that custom derivatives take, with the debug info of `like`."""
-    return lu.wrap_init(function, debug_info=like.debug_info)
-
-
-def eval_jaxpr(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr without autocast."""
-    return list(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *values))
-
-
 def def_linearization(primitive: Any, rule: Callable[..., tuple[Any, Any, Any, Callable[..., Any]]]) -> None:
     """Registers the linearization rule of `primitive`.
 
@@ -358,25 +340,15 @@ class BackwardRule:
         logged, self._logs = jax.tree.flatten(logs)
         return [*cotangents, *logged]
 
-    def split(self, outs: Sequence[Any]) -> tuple[list[Any], dict[str, Any] | None]:
-        """Splits a list like the last call's result into cotangents and the dict of logged values."""
+    def result(self, outs: Sequence[Any]) -> Any:
+        """The result of a flat backward rule, of a list like the last call's result."""
         count = len(outs) - self._logs.num_leaves
-        return list(outs[:count]), jax.tree.unflatten(self._logs, outs[count:])
-
-
-def backward_result(cotangents: list[Any], logs: dict[str, Any] | None) -> Any:
-    """The result of a flat backward rule of ``custom_vjp``."""
-    return (cotangents, logs) if _LOGS else cotangents
+        return (list(outs[:count]), jax.tree.unflatten(self._logs, outs[count:])) if _LOGS else list(outs)
 
 
 def is_zero(cotangent: Any) -> bool:
     """Whether `cotangent` is JAX's symbolic zero."""
     return isinstance(cotangent, ad.Zero) or type(cotangent).__name__ in ("Zero", "SymbolicZero")
-
-
-def zero_with_dtype(zero: Any, dtype: Any) -> Any:
-    """A symbolic zero like `zero` in another dtype."""
-    return type(zero)(with_dtype(zero.aval, dtype))
 
 
 @functools.cache
@@ -385,14 +357,19 @@ def _unspecified() -> Any:
     return jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["in_shardings"][0]
 
 
-def per_operand_params() -> dict[str, Any]:
-    """Parameters of ``jit`` with an entry for each operand -> the entry of an added operand."""
-    return {"donated_invars": False, "in_layouts": None, "in_shardings": _unspecified()}
+def with_entries(params: dict[str, Any], before: int, after: int, results: int) -> dict[str, Any]:
+    """The parameters of ``jit`` that have an entry for each operand or result, with entries for added ones.
 
-
-def per_result_params() -> dict[str, Any]:
-    """Parameters of ``jit`` with an entry for each result -> the entry of an added result."""
-    return {"out_layouts": None, "out_shardings": _unspecified()}
+    `before` and `after`: how many operands are added there; `results`: how many results.
+    """
+    operands = {"donated_invars": False, "in_layouts": None, "in_shardings": _unspecified()}
+    added = {name: (entry, before, after) for name, entry in operands.items()}
+    added |= {"out_layouts": (None, 0, results), "out_shardings": (_unspecified(), 0, results)}
+    return {
+        name: (*[entry] * first, *params[name], *[entry] * last)
+        for name, (entry, first, last) in added.items()
+        if name in params
+    }
 
 
 def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
@@ -407,23 +384,12 @@ def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     return found
 
 
-def tangent_aval(aval: Any) -> Any:
-    """Type of a tangent of a value of type `aval`."""
-    return aval.to_tangent_aval()
-
-
 def is_jit(function: Any) -> bool:
     """Whether `jax.jit` returned `function`."""
     return isinstance(function, _JIT)
 
 
 _JIT = type(jax.jit(lambda: None))
-
-
-def without_jit(function: Any) -> Callable[..., Any]:
-    """The function that was given to `jax.jit`, of which `function` is the result."""
-    inner: Callable[..., Any] = function.__wrapped__
-    return inner
 
 
 def jit_like(function: Any, inner: Callable[..., Any]) -> Any:
@@ -458,8 +424,3 @@ _ANY_SIZE = 1 << 20
 def size(value: Any) -> int:
     """The number of elements of an array or a type, to be compared; a symbolic size counts as a large one."""
     return math.prod(each if isinstance(each, int) else _ANY_SIZE for each in np.shape(value))
-
-
-def is_array(value: Any) -> bool:
-    """Whether `value` is a JAX array or tracer."""
-    return isinstance(value, jax.Array)

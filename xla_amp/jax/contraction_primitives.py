@@ -81,7 +81,7 @@ def _copy() -> Primitive:
         return lax.convert_element_type(value, low)
 
     def zero(value: Any, low: Any) -> Any:
-        return ad.Zero(compat.tangent_aval(compat.with_dtype(compat.typeof(value), low)))
+        return ad.Zero(compat.with_dtype(jax.typeof(value), low).to_tangent_aval())
 
     def linearize(is_vjp: bool, nonzero: Sequence[bool], value: Any, *, low: Any) -> tuple[Any, bool, tuple[()], Any]:
         return copy.bind(value, low=low), False, (), lambda residuals, *tangents: zero(value, low)
@@ -103,7 +103,7 @@ def _with_gradient() -> Primitive:
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         out, (_, tangent) = linked.bind(*primals), tangents
-        aval = compat.tangent_aval(compat.typeof(out))
+        aval = jax.typeof(out).to_tangent_aval()
         return out, ad.Zero(aval) if isinstance(tangent, ad.Zero) else _cast(tangent, out.dtype)
 
     def batch(operands: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int]:
@@ -304,13 +304,13 @@ def _matrix(x: jax.Array, contracted: Sequence[int], batch: Sequence[int]) -> tu
 
 def _jvp(primitive: Any, primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     out = low_primitive(primitive).bind(*primals, **params)
-    return out, _tangent(primitive, _factors(primals, params), tangents, params, compat.typeof(out))
+    return out, _tangent(primitive, _factors(primals, params), tangents, params, jax.typeof(out))
 
 
 def _linearize(primitive: Any, is_vjp: bool, nonzero: Sequence[bool], *primals: Any, **params: Any) -> Any:
     # Equal to the rule that JAX derives from `_jvp`, without tracing `_jvp`.
     out = low_primitive(primitive).bind(*primals, **params)
-    aval = compat.typeof(out)
+    aval = jax.typeof(out)
 
     def linear(residuals: Sequence[Any], *tangents: Any) -> Any:
         return _tangent(primitive, residuals, tangents, params, aval)
@@ -342,7 +342,7 @@ def _tangent(primitive: Any, factors: Sequence[Any], tangents: Sequence[Any], pa
     for index, tangent in sources:
         if not isinstance(tangent, ad.Zero):
             terms.append(low_primitive(primitive).bind(*factors[:index], tangent, *factors[index + 1 :], **plain))
-    return functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(compat.tangent_aval(aval))
+    return functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(aval.to_tangent_aval())
 
 
 def _transpose(primitive: Any, cotangent: Any, *operands: Any, low: Any, masters: Any, out: Any, **params: Any) -> Any:
@@ -355,7 +355,7 @@ def _transpose(primitive: Any, cotangent: Any, *operands: Any, low: Any, masters
         return result
     unknown = operands[target].aval
     known = [operand for index, operand in enumerate(operands[:count]) if index != linear]
-    f32_jaxpr = _transposed(primitive, linear, unknown, tuple(map(compat.typeof, known)), tuple(params.items()))
+    f32_jaxpr = _transposed(primitive, linear, unknown, tuple(map(jax.typeof, known)), tuple(params.items()))
     values = [(value, None) for value in (cotangent, *known)]
     result[target] = _replay(primitive, f32_jaxpr, values, low, unknown.dtype)
     return result
@@ -400,7 +400,7 @@ def _batch(primitive: Any, operands: Sequence[Any], dims: Sequence[Any], **param
             dim = 0
         pairs.append((operand, master))
         axes.append(dim)
-    avals = tuple(compat.typeof(operand) for operand, _ in pairs)
+    avals = tuple(jax.typeof(operand) for operand, _ in pairs)
     f32_jaxpr = _batched(primitive, avals, tuple(axes), tuple(params.items()))
     return _replay(primitive, f32_jaxpr, pairs, low, out), 0
 

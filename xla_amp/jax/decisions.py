@@ -222,15 +222,12 @@ def asked_precision(eqn: Any) -> str:
     return ""
 
 
-def _is_algorithm(params: Mapping[str, Any]) -> bool:
-    return isinstance(params["precision"], lax.DotAlgorithm | lax.DotAlgorithmPreset)
-
-
 def request(eqn: Any, low: Any) -> str:
     """Why a contraction runs in the dtypes that it was written with; empty if the program leaves them to the policy."""
     params, dtypes = eqn.params, [atom.aval.dtype for atom in eqn.invars[:2]]
     asked = asked_precision(eqn)
-    if asked and not (_is_algorithm(params) and all(dtype == low for dtype in dtypes)):
+    is_algorithm = asked and isinstance(params["precision"], lax.DotAlgorithm | lax.DotAlgorithmPreset)
+    if asked and not (is_algorithm and all(dtype == low for dtype in dtypes)):
         return asked  # the low contraction is what algorithms do with operands that are low already
     for dtype in dtypes:
         if not is_castable(dtype):

@@ -52,6 +52,9 @@ from xla_amp.jax.value_info import CastCache, Facts, Value, arrays_of, cast, ins
 from xla_amp.policy import Decision, effects, op_catalog
 from xla_amp.policy.cast_dtypes import cast_dtypes
 
+FloatResults: TypeAlias = tuple[bool, ...] | None
+"""For each result, whether it stays float32 if a contraction computes it; None for all."""
+
 
 class Interpreter:
     """Applies the decisions of one region to the values of one program.
@@ -93,7 +96,7 @@ class Interpreter:
         closed: compat.ClosedJaxpr,
         values: Sequence[Value],
         *,
-        f32_outputs: Sequence[bool] | None = None,
+        f32_outputs: FloatResults = None,
     ) -> list[Value]:
         """Evaluates a jaxpr under autocast; results have the dtypes that follow, not those of the jaxpr.
 
@@ -139,7 +142,7 @@ class Interpreter:
                     pending.extendleft([region, *(n for n in reversed(numbers) if n not in region.members)])
                     continue
             eqn = jaxpr.eqns[index]
-            flags = [var in wide for var in eqn.outvars]
+            flags = tuple(var in wide for var in eqn.outvars)
             operands = [_read(environment, atom) for atom in eqn.invars]
             if index in near:
                 operands = [Value(self.casts.cast(value, F32), value.facts) for value in operands]
@@ -180,9 +183,9 @@ class Interpreter:
     def _eval_region(self, jaxpr: Any, region: float32_regions.Float32Region, environment: dict[Any, Any]) -> None:
         """Evaluates the equations of a region so that the backward pass computes them again from its operands."""
         values = [_read(environment, atom) for atom in region.reads]
-        arrays = [compat.is_array(value.array) or np.ndim(value.array) > 0 for value in values]
+        arrays = [isinstance(value.array, jax.Array) or np.ndim(value.array) > 0 for value in values]
         given = [value.array for value, is_array in zip(values, arrays, strict=True) if is_array]
-        avals = list(map(compat.typeof, given))
+        avals = list(map(jax.typeof, given))
 
         def evaluate(*arguments: Any) -> list[Any]:
             inner = Interpreter(self.settings, self.rules, outer=self.outer, scopes=self.scopes, saves=False)
@@ -266,7 +269,7 @@ class Interpreter:
             emit_decision(policy, run.operation, decision, given, shown, outs, where(self.outer, first))
 
     def process(
-        self, eqn: Any, operands: list[Value], *, f32_outputs: Sequence[bool] = (), after_gradients: bool = False
+        self, eqn: Any, operands: list[Value], *, f32_outputs: FloatResults = None, after_gradients: bool = False
     ) -> list[Value]:
         """Binds the primitive of an equation under autocast and returns its results.
 
@@ -283,7 +286,7 @@ class Interpreter:
         kind = row.kind
         avals = avals_of(eqn)
         if kind in self.rules:
-            call = HigherOrderCall(eqn, operands, list(f32_outputs), self, after_gradients)
+            call = HigherOrderCall(eqn, operands, f32_outputs, self, after_gradients)
             return self.rules[kind](call)
         kept = self.settings.as_written
         product = None
@@ -300,10 +303,11 @@ class Interpreter:
             effects.note(reached, kept or _why_fixed(decision, row), path)
         if decision.cast == "ban":
             raise ban_error(primitive.name, decision)
-        weak = list(map(_is_weak, eqn.invars))
+        # `CastCache.adopts_dtype` judges a literal by its value.
+        weak = [not isinstance(a, compat.Literal) and bool(getattr(a.aval, "weak_type", False)) for a in eqn.invars]
         results: list[Value] | None = None
         if kind == "contraction" and decision.cast in ("low", "low_fp32_out") and not kept:
-            wide = decision.cast == "low_fp32_out" or any(f32_outputs)
+            wide = decision.cast == "low_fp32_out" or any(f32_outputs or ())
             used, result = self._contract(eqn, operands, wide)
             outs, results = [result.array], [result]
         elif self.settings.as_written:
@@ -352,11 +356,8 @@ class Interpreter:
         self, decision: Decision, operands: list[Value], eqn: Any, weak: Sequence[bool], kept: str
     ) -> tuple[list[Any], dict[str, Any]]:
         """Operands and parameters of a contraction that runs as it was written, or as a rule of the user says."""
-        if decision.from_user and not kept:
-            used = self.casts.cast_operands(decision.cast, operands, weak)
-            return used, _result_like(used[0], eqn.params, avals_of(eqn))
-        if kept == NOTHING_SUMMED:
-            used = self.casts.cast_operands("promote", operands, weak)
+        if kept == NOTHING_SUMMED or (decision.from_user and not kept):
+            used = self.casts.cast_operands("promote" if kept else decision.cast, operands, weak)
             return used, _result_like(used[0], eqn.params, avals_of(eqn))
         return self.cast_to_avals(operands, avals_of(eqn)), eqn.params
 
@@ -439,7 +440,8 @@ class HigherOrderCall:
     eqn: Any
     values: list[Value]
     """Its operands."""
-    f32_outputs: list[bool]
+    f32_outputs: FloatResults
+    """For each result, whether it stays float32 if a contraction computes it; None for all."""
     interpreter: Interpreter
     after_gradients: bool = False
     """Whether it belongs to the optimizer of a training step."""
@@ -482,14 +484,6 @@ class HigherOrderCall:
     def weight_flags(self) -> tuple[bool, ...]:
         """For each operand, whether it comes from outside the program."""
         return tuple(value.facts.weight for value in self.values)
-
-    def result_flags(self) -> tuple[bool, ...] | None:
-        """For each result, whether it stays float32 if a contraction computes it; None for all."""
-        return tuple(self.f32_outputs) if self.f32_outputs else None
-
-    def residual_flags(self) -> tuple[bool, ...]:
-        """For each result, whether only a backward pass reads it."""
-        return tuple(var in self.interpreter.residuals for var in self.eqn.outvars)
 
 
 HigherOrderRule: TypeAlias = Callable[[HigherOrderCall], list[Value]]
@@ -555,13 +549,6 @@ def _read_as_written(environment: dict[Any, Any], atom: Any) -> Any:
 def _literal(atom: Any) -> Any:
     value = atom.val
     dtype = dtype_of(atom.aval)
-    if dtype is None or compat.is_array(value) or (dtype_of(value) is not None and not is_castable(dtype)):
+    if dtype is None or isinstance(value, jax.Array) or (dtype_of(value) is not None and not is_castable(dtype)):
         return value
     return np.asarray(value, dtype)
-
-
-def _is_weak(atom: Any) -> bool:
-    if isinstance(atom, compat.Literal):
-        return False  # `CastCache.adopts_dtype` judges a literal by its value
-    aval = getattr(atom, "aval", None)
-    return bool(getattr(aval, "weak_type", False))

@@ -96,15 +96,15 @@ class LossScale:
         _require("max_scale", max_scale, min_scale, LARGEST)
         _require("init_scale", init_scale, min_scale, max_scale)
         return cls(
-            value=_float(init_scale),
-            growth_tracker=_int(0),
-            growth_factor=_float(growth_factor),
-            backoff_factor=_float(backoff_factor),
-            growth_interval=_int(growth_interval),
-            min_scale=_float(min_scale),
-            max_scale=_float(max_scale),
-            skipped=_int(0),
-            skipped_in_a_row=_int(0),
+            value=jnp.float32(init_scale),
+            growth_tracker=jnp.int32(0),
+            growth_factor=jnp.float32(growth_factor),
+            backoff_factor=jnp.float32(backoff_factor),
+            growth_interval=jnp.int32(growth_interval),
+            min_scale=jnp.float32(min_scale),
+            max_scale=jnp.float32(max_scale),
+            skipped=jnp.int32(0),
+            skipped_in_a_row=jnp.int32(0),
         )
 
     @classmethod
@@ -257,12 +257,9 @@ def value_and_grad(
         if any(not -len(args) <= number < len(args) for number in chosen):
             raise TypeError(f"value_and_grad(argnums={argnums}): fn was called with {len(args)} positional arguments")
         leaves, tree = jax.tree.flatten(tuple(args[number] for number in chosen))
-        indices = [index for index, leaf in enumerate(leaves) if is_inexact(leaf)]
 
-        def scaled_loss(values: list[Any]) -> tuple[Any, _T]:
-            filled = list(leaves)
-            for index, value in zip(indices, values, strict=True):
-                filled[index] = value
+        def scaled_loss(floats: list[Any]) -> tuple[Any, _T]:
+            filled = [old if new is None else new for new, old in zip(floats, leaves, strict=True)]
             arguments: list[Any] = list(args)
             for number, argument in zip(chosen, jax.tree.unflatten(tree, filled), strict=True):
                 arguments[number] = argument
@@ -277,13 +274,11 @@ def value_and_grad(
                 raise TypeError(f"value_and_grad(fn): expected fn to return a real scalar loss, got {_shown(loss)}")
             return loss_scale.scale(loss), result
 
-        scaled, value = jax.grad(scaled_loss, has_aux=True)([jnp.asarray(leaves[index]) for index in indices])
+        floats = [jnp.asarray(leaf) if is_inexact(leaf) else None for leaf in leaves]
+        scaled, value = jax.grad(scaled_loss, has_aux=True)(floats)
         unscaled = loss_scale.unscale(scaled, keep_dtype=keep_dtype)
         finite = all_finite(unscaled, axis_name=axis_name)
-        grads: list[Any] = [None] * len(leaves)
-        for index, gradient in zip(indices, unscaled, strict=True):
-            grads[index] = gradient
-        gradients = jax.tree.unflatten(tree, grads)
+        gradients = jax.tree.unflatten(tree, unscaled)
         gradients = gradients[0] if isinstance(argnums, int) else gradients
         return ScaledGradients(value, gradients, finite, loss_scale.update(finite))
 
@@ -394,14 +389,6 @@ def _wide(x: Any) -> jax.Array:
     """`x` in its dtype if that has at least 32 bits, otherwise in float32."""
     array: jax.Array = jnp.asarray(x)
     return array.astype(jnp.float32) if array.dtype.itemsize < 4 else array
-
-
-def _float(value: float) -> jax.Array:
-    return jnp.asarray(value, jnp.float32)
-
-
-def _int(value: int) -> jax.Array:
-    return jnp.asarray(value, jnp.int32)
 
 
 def _require(name: str, value: Any, low: float, high: float, kind: type = numbers.Real) -> None:

@@ -70,9 +70,9 @@ def _leaves(scope: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _functionalized(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
-    nnx = sys.modules.get("flax.nnx")
+    nnx, plain = sys.modules.get("flax.nnx"), Lifted(function, args, kwargs, lambda result: result)
     if nnx is None:
-        yield Lifted(function, args, kwargs, _as_it_is)
+        yield plain
         return
 
     def is_object(node: Any) -> bool:
@@ -112,7 +112,7 @@ def _functionalized(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
         with nnx.split_context(tag) as context:
             graph, arrays = context.split(objects)
         try:
-            yield Lifted(pure, (arrays, others), {}, finish) if objects else Lifted(function, args, kwargs, _as_it_is)
+            yield Lifted(pure, (arrays, others), {}, finish) if objects else plain
         except sys.modules["flax.errors"].TraceContextError as error:
             error.add_note(_ARGUMENT)
             raise
@@ -122,10 +122,6 @@ _ARGUMENT: Final = (
     "xla_amp.jax.autocast traces the function: what it changes of a module comes back where the module is an argument, "
     "or what is called. Write autocast(lambda model, x: ...)(model, x), or autocast(model)(x)"
 )
-
-
-def _as_it_is(result: Any) -> Any:
-    return result
 
 
 @jax.tree_util.register_static
@@ -179,34 +175,25 @@ _originals: dict[type, Any] = {}
 @contextlib.contextmanager
 def named(active: bool = True) -> Iterator[None]:
     """Modules open name scopes inside, if `active`; all classes are as before when the last block ends."""
+    global _holders
     if not active:
         yield
         return
-    _acquire()
-    try:
-        yield
-    finally:
-        _release()
-
-
-def _acquire() -> None:
-    global _holders
     with _lock:
         _holders += 1
         if _holders == 1:
             for cls in {each for root in _roots() for each in _subclasses(root)}:
                 _originals[cls] = original = cls.__dict__[_CALL]
                 setattr(cls, _CALL, _with_scope(original))
-
-
-def _release() -> None:
-    global _holders
-    with _lock:
-        _holders -= 1
-        if _holders == 0:
-            for cls, original in _originals.items():
-                setattr(cls, _CALL, original)
-            _originals.clear()
+    try:
+        yield
+    finally:
+        with _lock:
+            _holders -= 1
+            if _holders == 0:
+                for cls, original in _originals.items():
+                    setattr(cls, _CALL, original)
+                _originals.clear()
 
 
 def _roots() -> list[type]:

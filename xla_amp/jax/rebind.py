@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.linear_util import wrap_init
 from jax.sharding import PartitionSpec
 
 from xla_amp.jax import compat
@@ -170,13 +171,7 @@ def _bind_call(new: Rebinding) -> list[Any]:
         inside = _with_constants_as_arguments(inside)
     params: dict[str, Any] = {name: inside if takes_constants else compat.without_constants(inside)}
     further = len(new.operands) - len(new.eqn.invars)
-    for setting, value in compat.per_operand_params().items():
-        if setting in given:
-            params[setting] = (*[value] * len(consts), *given[setting], *[value] * further)
-    for setting, value in compat.per_result_params().items():
-        if setting in given:
-            params[setting] = (*given[setting], *[value] * new.further)
-    return new.bind([*consts, *new.operands], params)
+    return new.bind([*consts, *new.operands], params | compat.with_entries(given, len(consts), further, new.further))
 
 
 def _evaluate_call(given: Evaluating) -> list[Any]:
@@ -245,24 +240,11 @@ def _select(lanes: Any, new: Any, old: Any) -> Any:
 
 def _bind_cond(new: Rebinding) -> list[Any]:
     index, *rest = new.operands
-    consts = [const for branch in new.insides for const in branch.consts]
-    branches, start = [], 0
+    consts: dict[Any, Any] = {}
     for branch in new.insides:
-        branches.append(_with_all_constants(branch, start, consts, rest) if consts else branch)
-        start += len(branch.consts)
-    return new.bind([index, *consts, *rest], {"branches": tuple(branches)})
-
-
-def _with_all_constants(
-    branch: compat.ClosedJaxpr, start: int, consts: Sequence[Any], operands: Sequence[Any]
-) -> compat.ClosedJaxpr:
-    """A branch that takes the constants of all branches first, of which those after `start` are its own."""
-
-    def run_branch(*values: Any) -> list[Any]:
-        own = values[start : start + len(branch.consts)]
-        return compat.eval_jaxpr(compat.ClosedJaxpr(branch.jaxpr, own), values[len(consts) :])
-
-    return compat.trace(run_branch, [compat.typeof(value) for value in (*consts, *operands)], branch.jaxpr.debug_info)
+        consts.update(zip(branch.jaxpr.constvars, branch.consts, strict=True))
+    branches = tuple(compat.ClosedJaxpr(compat.without_constants(branch, consts), ()) for branch in new.insides)
+    return new.bind([index, *consts.values(), *rest], {"branches": branches})
 
 
 def _evaluate_cond(given: Evaluating) -> list[Any]:
@@ -282,7 +264,8 @@ def custom_functions(eqn: Any) -> tuple[Any, ...]:
 def _bind_custom(new: Rebinding) -> list[Any]:
     primitive = new.eqn.primitive
     params = dict(primitive.get_bind_params(new.eqn.params))
-    wrapped = tuple(map(compat.wrap_function, new.insides, params.pop("subfuns")))
+    pairs = zip(new.insides, params.pop("subfuns"), strict=True)
+    wrapped = tuple(wrap_init(function, debug_info=like.debug_info) for function, like in pairs)
     return list(primitive.bind(*new.operands, subfuns=wrapped, **params))
 
 

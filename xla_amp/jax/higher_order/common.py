@@ -50,7 +50,7 @@ def retrace(
         saves: as for `Interpreter`; None for that of the program around it.
     """
     low = call.interpreter.settings.low
-    avals = [*avals_of(values), *(compat.with_dtype(compat.typeof(values[index]), low) for index in copied)]
+    avals = [*map(jax.typeof, values), *(compat.with_dtype(jax.typeof(values[index]), low) for index in copied)]
     interpreter = call.inner_interpreter(saves=saves)
     numbers = enumerate(map(inside, values if keep_constants else ()))
     adopting = tuple(
@@ -145,7 +145,7 @@ def evaluate_rule(
         untraced_outs[:] = [(index, out) for index, out in enumerate(outs) if not _is_traced(out)]
         return [out for out in outs if _is_traced(out)]
 
-    types = avals_of(given) if avals is None else list(itertools.compress(avals, traced))
+    types = list(map(jax.typeof, given)) if avals is None else list(itertools.compress(avals, traced))
     closed = compat.trace(arrays, types, debug_info)
     flags = None if weights is None else list(itertools.compress(weights, traced))
     outs = arrays_of(interpreter.eval_jaxpr(closed, arguments(given, flags)))
@@ -161,15 +161,12 @@ def cast(value: Any, dtype: Any) -> Any:
     given = dtype_of(value)
     if not (is_castable(given) and is_castable(dtype)) or given == dtype:
         return value
-    return compat.zero_with_dtype(value, dtype) if compat.is_zero(value) else compat.convert(value, dtype)
+    if compat.is_zero(value):
+        return type(value)(compat.with_dtype(value.aval, dtype))
+    return compat.convert(value, dtype)
 
 
 def _is_traced(value: Any) -> bool:
     if value is None or compat.is_zero(value) or isinstance(value, bool | int | float | complex):
         return False
     return bool(dtype_of(value) != jax.dtypes.float0)
-
-
-def avals_of(values: Sequence[Any]) -> list[Any]:
-    """Abstract values of `values`."""
-    return [compat.typeof(value) for value in values]

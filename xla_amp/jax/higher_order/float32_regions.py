@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from xla_amp.jax import compat
 from xla_amp.jax.decisions import decide
@@ -123,7 +124,7 @@ def find(jaxpr: Any, readers: dict[Any, set[int]], numbers: Sequence[int], low: 
             inside.update(node.eqn.outvars)
     chosen = set(members)
     made = [var for number in members for var in jaxpr.eqns[number].outvars]
-    reads = {name(atom): atom for number in members for atom in _values(jaxpr.eqns[number].invars)}
+    reads = {name(atom): atom for number in members for atom in jaxpr.eqns[number].invars if not _is_number(atom)}
     for var in made:
         reads.pop(var, None)
     leaving = tuple(v for v in made if not readers.get(v, chosen) <= chosen)
@@ -175,15 +176,10 @@ def _make(evaluate: Callable[..., list[Any]], avals: Sequence[Any]) -> Callable[
     traced = compat.trace(evaluate, avals)
 
     def float32_region(*arguments: Any) -> list[Any]:
-        return compat.eval_jaxpr(traced, arguments)
+        return list(jaxpr_as_fun(traced)(*arguments))
 
     # XLA sees both computations, and may keep a value after all where that is faster; a loop saves the arguments.
     return jax.jit(jax.checkpoint(float32_region, prevent_cse=False))
-
-
-def _values(atoms: Sequence[Any]) -> list[Any]:
-    """Variables and constants that are arrays, not numbers."""
-    return [atom for atom in atoms if not _is_number(atom)]
 
 
 def _is_number(atom: Any) -> bool:

@@ -11,10 +11,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 
 from xla_amp.jax import compat, rebind
 from xla_amp.jax.contraction_primitives import original_call
-from xla_amp.jax.decisions import F32, is_castable
+from xla_amp.jax.decisions import F32
 from xla_amp.jax.higher_order.common import cast, evaluate_rule, low_copies, retrace
 from xla_amp.jax.higher_order.loops import scan, while_loop
 from xla_amp.jax.interpreter import HigherOrderCall, HigherOrderRules
@@ -26,7 +27,7 @@ def _call(call: HigherOrderCall, *, saves: bool | None = None, **changed: Any) -
     closed = rebind.inner(call.params)
     copied, copies = low_copies(call, call.values, closed.jaxpr)
     traced = retrace(
-        call, closed, call.operands, call.weight_flags(), copied=copied, f32_outputs=call.result_flags(), saves=saves
+        call, closed, call.operands, call.weight_flags(), copied=copied, f32_outputs=call.f32_outputs, saves=saves
     )
     return call.bind([*call.operands, *copies], traced, **changed)
 
@@ -54,11 +55,12 @@ def _checkpoint_policy(policy: Any) -> Any:
 
 
 def _cond(call: HigherOrderCall) -> list[Value]:
-    weights, f32_outputs = call.weight_flags()[1:], call.result_flags()
+    weights, f32_outputs = call.weight_flags()[1:], call.f32_outputs
     traced = [
         retrace(call, branch, call.operands[1:], weights, f32_outputs=f32_outputs) for branch in call.params["branches"]
     ]
-    wide = [functools.reduce(_wider, types).dtype for types in zip(*(t.out_avals for t in traced), strict=True)]
+    dtypes = [{aval.dtype for aval in avals} for avals in zip(*(each.out_avals for each in traced), strict=True)]
+    wide = [each.pop() if len(each) == 1 else F32 for each in dtypes]
     return call.bind(call.operands, *(_with_results(branch, wide) for branch in traced))
 
 
@@ -68,15 +70,9 @@ def _with_results(branch: compat.ClosedJaxpr, dtypes: Sequence[Any]) -> compat.C
         return branch
 
     def evaluate(*values: Any) -> list[Any]:
-        return list(map(cast, compat.eval_jaxpr(branch, values), dtypes))
+        return list(map(cast, jaxpr_as_fun(branch)(*values), dtypes))
 
     return compat.trace(evaluate, branch.in_avals, branch.jaxpr.debug_info)
-
-
-def _wider(one: Any, other: Any) -> Any:
-    if one.dtype == other.dtype or not is_castable(one.dtype):
-        return one
-    return compat.with_dtype(one, F32)
 
 
 def _custom_jvp(call: HigherOrderCall) -> list[Value]:
@@ -84,15 +80,15 @@ def _custom_jvp(call: HigherOrderCall) -> list[Value]:
     if compat.runs_now(call.operands):
         values = arguments(call.operands, call.weight_flags())
         now = call.inner_interpreter(saves=False)
-        return call.results(arrays_of(now.eval_jaxpr(closed, values, f32_outputs=call.result_flags())))
-    traced = retrace(call, closed, call.operands, call.weight_flags(), f32_outputs=call.result_flags())
+        return call.results(arrays_of(now.eval_jaxpr(closed, values, f32_outputs=call.f32_outputs)))
+    traced = retrace(call, closed, call.operands, call.weight_flags(), f32_outputs=call.f32_outputs)
     _, rule = rebind.custom_functions(call.eqn)
     avals = closed.in_avals
     results = [aval.dtype for aval in traced.out_avals]
     interpreter = call.inner_interpreter()  # the rule outlives this call, so it must not keep the operands
 
     def primal(*values: Any) -> list[Any]:
-        return compat.eval_jaxpr(traced, values)
+        return list(jaxpr_as_fun(traced)(*values))
 
     def derivative(*values: Any) -> list[Any]:
         outs = evaluate_rule(
@@ -100,7 +96,7 @@ def _custom_jvp(call: HigherOrderCall) -> list[Value]:
             rule.call_wrapped,
             rule.debug_info,
             values,
-            avals=(*avals, *map(compat.tangent_aval, avals)),
+            avals=(*avals, *(aval.to_tangent_aval() for aval in avals)),
             weights=[True] * len(avals) + [False] * len(avals),
             keep_dtypes=False,
         )
@@ -125,8 +121,7 @@ def _custom_vjp(call: HigherOrderCall) -> list[Value]:
         return evaluate_rule(forwards, forward.call_wrapped, forward.debug_info, values)
 
     def bwd(*values: Any) -> Any:
-        outs = evaluate_rule(backwards, rule, backward.debug_info, values)
-        return compat.backward_result(*rule.split(outs))
+        return rule.result(evaluate_rule(backwards, rule, backward.debug_info, values))
 
     operands = call.interpreter.cast_to_avals(call.values, closed.in_avals)
     if compat.runs_now(operands):
@@ -137,8 +132,8 @@ def _custom_vjp(call: HigherOrderCall) -> list[Value]:
 def _shard_map(call: HigherOrderCall) -> list[Value]:
     params, closed = call.params, rebind.inner(call.params)
     weights = call.weight_flags()
-    f32_outputs = call.result_flags()
-    residuals = call.residual_flags()
+    f32_outputs = call.f32_outputs
+    residuals = [var in call.interpreter.residuals for var in call.eqn.outvars]
 
     def shard(*values: Any) -> list[Any]:
         outs = call.inner_interpreter().eval_jaxpr(closed, arguments(values, weights), f32_outputs=f32_outputs)
@@ -161,9 +156,7 @@ def _linear_call(call: HigherOrderCall) -> list[Value]:
     def transpose() -> Any:
         closed, consts = thunk()
         traced = compat.trace(
-            lambda *values: evaluate_rule(
-                interpreter, lambda *inside: compat.eval_jaxpr(closed, inside), closed.jaxpr.debug_info, values
-            ),
+            lambda *values: evaluate_rule(interpreter, jaxpr_as_fun(closed), closed.jaxpr.debug_info, values),
             closed.in_avals,
             closed.jaxpr.debug_info,
         )

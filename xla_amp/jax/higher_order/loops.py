@@ -11,11 +11,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+from jax.extend.core import mapped_aval
+
 from xla_amp.jax import compat, interpreter, rebind
 from xla_amp.jax.analyses.exact_reads import exact_results_of_body
 from xla_amp.jax.analyses.loop_ends import ends_by_floats
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
-from xla_amp.jax.higher_order.common import avals_of, cast, low_copies, retrace, with_low_copies
+from xla_amp.jax.higher_order.common import cast, low_copies, retrace, with_low_copies
 from xla_amp.jax.interpreter import HigherOrderCall
 from xla_amp.jax.jaxpr_analysis import has_backward, residual_carries
 from xla_amp.jax.value_info import Value, arguments, arrays_of, inside
@@ -27,7 +30,7 @@ def scan(call: HigherOrderCall) -> list[Value]:
     """``lax.scan``."""
     body = rebind.inner(call.params)
     consts, start, xs = rebind.scanned(call.params, call.values)
-    x_avals = [compat.slice_aval(compat.typeof(x.array), call.params["length"]) for x in xs]
+    x_avals = [mapped_aval(call.params["length"], 0, jax.typeof(x.array)) for x in xs]
     given, traced = _traced_body(call, body, consts, start, x_avals, [x.facts.weight for x in xs])
     return call.bind([*given, *arrays_of(xs)], traced)
 
@@ -94,7 +97,7 @@ def _traced_body(
             outs = arrays_of(call.inner_interpreter().eval_jaxpr(body, given, f32_outputs=f32_outputs))
             return [*map(cast, outs, [t.dtype for t in carry]), *outs[len(carry) :]] if keep else outs
 
-        return compat.trace(evaluate, (*avals_of(hoisted), *carry, *x_avals), body.jaxpr.debug_info)
+        return compat.trace(evaluate, (*map(jax.typeof, hoisted), *carry, *x_avals), body.jaxpr.debug_info)
 
     first = len(consts)
     avals = body.in_avals[first : first + len(start)]

@@ -308,7 +308,7 @@ def _parts(value: Any) -> tuple[list[np.ndarray[Any, Any]], bool]:
         dtype = array.dtype
     if jnp.issubdtype(dtype, jax.dtypes.extended) or not jnp.issubdtype(dtype, jnp.inexact) or not np.size(array):
         return [], True
-    if compat.is_array(array) and not array.is_fully_addressable:
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return [np.asarray(shard.data) for shard in array.addressable_shards], False
     return [np.asarray(array)], True
 
