@@ -361,6 +361,21 @@ def test_a_bias_is_low(name):
     assert all("bf16" in each for each in sums)
 
 
+MASK = jnp.full(6, -1e9)
+MASKED = {
+    "held": lambda x, w: jax.nn.log_softmax(x @ w + MASK),
+    "held inside": lambda x, w: jax.jit(lambda x, w: jax.nn.log_softmax(x @ w + MASK))(x, w),
+    "selected": lambda x, w: jax.nn.log_softmax(jnp.where(MASK < 0, x @ w, -1e9)),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_mask_that_float16_cannot_hold_is_no_bias(name):
+    x, w = jnp.ones((4, 16)), jnp.full((16, 6), -4.0)
+    got = jax.jit(autocast(MASKED[name], dtype=jnp.float16))(x, w)
+    np.testing.assert_allclose(got, MASKED[name](x, w), rtol=1e-3)
+
+
 # Norms.
 
 

@@ -86,17 +86,16 @@ class AutocastContext:
                 "the block into a function and call it under autocast, `y = autocast(block)(x)`; "
                 "`with autocast(enabled=False):` keeps a block as it is written"
             )
-        with contextlib.ExitStack() as stack:
-            if not compat.is_eager(compat.current_trace()):
-                stack.enter_context(jax.named_scope(compat.REGION_SCOPE))
-            entered: list[contextlib.ExitStack] = self._open.__dict__.setdefault("stack", [])
-            entered.append(stack.pop_all())
+        eager = compat.is_eager(compat.current_trace())
+        scope = contextlib.nullcontext() if eager else jax.named_scope(compat.REGION_SCOPE)
+        scope.__enter__()
+        self._open.__dict__.setdefault("stack", []).append(scope)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._open.stack.pop().close()
+        self._open.stack.pop().__exit__(None, None, None)
 
     def __call__(self, function: Callable[_P, _R], /) -> AutocastFunction[_P, _R]:
         wrapped: AutocastFunction[_P, _R] = _wrap(self, function)

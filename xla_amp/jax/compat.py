@@ -413,11 +413,6 @@ def phase() -> str:
     return "forward" if any(map(is_derivative_scope, stack)) else ""
 
 
-def values_of_shards(value: Any) -> Any:
-    """`value`; inside of a `jax.shard_map` that runs eagerly, the array of all devices' values."""
-    return getattr(value, "val", value) if isinstance(value, jax.core.Tracer) else value
-
-
 _ANY_SIZE = 1 << 20
 
 

@@ -19,13 +19,7 @@ from xla_amp.common import events
 from xla_amp.common.types import Cast
 from xla_amp.jax import compat, rebind
 from xla_amp.jax.analyses.exact_reads import exact_values
-from xla_amp.jax.contraction_primitives import (
-    aten_product,
-    contract_low,
-    flops,
-    result_axes,
-    sums_nothing,
-)
+from xla_amp.jax.contraction_primitives import aten_product, contract_low, flops, result_axes, sums_nothing
 from xla_amp.jax.decisions import (
     F32,
     LOW_CASTS,

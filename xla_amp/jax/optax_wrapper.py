@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
@@ -141,18 +141,16 @@ def _without_conditionals(function: Callable[..., Any], *args: Any) -> Any:
     All branches of each conditional run: use it for cheap branches.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    outs = _eval(closed, jax.tree.leaves(args))
+    outs = rebind.evaluate(closed, jax.tree.leaves(args), _process)
     return jax.tree.unflatten(jax.tree.structure(shapes), outs)
-
-
-def _eval(closed: Any, values: Sequence[Any]) -> list[Any]:
-    return rebind.evaluate(closed, values, _process)
 
 
 def _process(eqn: Any, operands: list[Any]) -> list[Any]:
     kind = info(eqn.primitive.name).kind
     if kind == "cond":
         index, *rest = operands
-        results = [_eval(branch, rest) for branch in eqn.params["branches"]]
+        results = [rebind.evaluate(branch, rest, _process) for branch in eqn.params["branches"]]
         return [jax.lax.select_n(index, *cases) for cases in zip(*results, strict=True)]
-    return _eval(rebind.inner(eqn.params), operands) if kind == "call" else rebind.bind_as_written(eqn, operands)
+    if kind == "call":
+        return rebind.evaluate(rebind.inner(eqn.params), operands, _process)
+    return rebind.bind_as_written(eqn, operands)

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -201,7 +202,8 @@ class CastCache:
         given = tuple(dtype_of(v.array) if is_castable(dtype_of(v.array)) else None for v in values)
         if cast in ("keep", "promote") and len({dtype for dtype in given if dtype is not None}) < 2:
             return arrays_of(values)
-        biases = [row.adds and not from_user and _is_bias(v, w) for v, w in zip(values, reversed(values), strict=True)]
+        pairs = zip(values, reversed(values), strict=True)
+        biases = [row.adds and not from_user and self._is_bias(value, other) for value, other in pairs]
         carried = tuple(
             None if is_bias or self.adopts_dtype(value, is_weak, row) else dtype
             for dtype, value, is_weak, is_bias in zip(given, values, weak, biases, strict=True)
@@ -217,11 +219,20 @@ class CastCache:
             promoted[index] = Value(lax.broadcast_in_dim(values[index].array, shape, tuple(range(len(shape)))))
         return arrays_of(promoted) if target is None else [self.cast(value, target) for value in promoted]
 
-
-def _is_bias(value: Value, product: Value) -> bool:
-    if not value.facts.weight or product.facts.weight:
-        return False
-    return beside_low.is_bias(value.facts.axes, np.shape(value.array), product.facts.axes, np.shape(product.array))
+    def _is_bias(self, value: Value, product: Value) -> bool:
+        """Whether a weight is added as a bias; one with known numbers out of the low dtype's range is a mask."""
+        facts, shape = value.facts, np.shape(value.array)
+        if not facts.weight or product.facts.weight:
+            return False
+        if not beside_low.is_bias(facts.axes, shape, product.facts.axes, np.shape(product.array)):
+            return False
+        while value.move is not None:
+            value = value.move.source
+        array = value.array
+        if not compat.is_concrete(array) or not getattr(array, "is_fully_addressable", True):
+            return True
+        known = np.abs(np.asarray(array))
+        return not bool(np.any((known > float(jnp.finfo(self._low).max)) & np.isfinite(known)))
 
 
 def sum_of(values: Sequence[Value], result: Any) -> Value:

@@ -300,7 +300,8 @@ def _operand(name: str, shape: tuple[int, ...], parts: Sequence[np.ndarray[Any, 
 
 def _parts(value: Any) -> tuple[list[np.ndarray[Any, Any]], bool]:
     """The values of a floating-point array on the host, shard by shard if other processes have some; none otherwise."""
-    array = compat.values_of_shards(value)
+    # Inside of a `jax.shard_map` that runs eagerly, a tracer has the array of all devices' values.
+    array = value if compat.is_concrete(value) else getattr(value, "val", value)
     array = array[...] if isinstance(array, jax.Ref) else array
     dtype = getattr(array, "dtype", None)
     if dtype is None:
