@@ -107,11 +107,11 @@ def expand_masks(index: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return indexed
 
 
-def without_padding(kernel: Callable[..., torch.Tensor], name: str) -> Callable[..., torch.Tensor]:
-    """`kernel`, which returns indices and then negative numbers, without these."""
+def without_padding(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The kernel of ``torchvision::nms``, which returns indices and then negative numbers, without these."""
 
     def indices(*args: Any, **kwargs: Any) -> torch.Tensor:
-        found = _to_host(kernel(*args, **kwargs), name)
+        found = _to_host(kernel(*args, **kwargs), "torchvision::nms")
         return transfer.to_device(found[found >= 0])
 
     return indices

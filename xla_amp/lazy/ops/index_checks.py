@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from xla_amp.lazy.ops import host_eval
+from xla_amp.lazy.ops.operators import Wrapper, before
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-
-Kernel = Callable[..., Any]
 
 
 def on_host(index: Any) -> torch.Tensor | None:
@@ -92,39 +91,31 @@ def _compare(operation: str, rule: IndexRule, values: torch.Tensor, extent: int,
         )
 
 
-def _checked(name: str, rule: IndexRule) -> Callable[[Kernel], Kernel]:
+def _checked(name: str, rule: IndexRule) -> Wrapper:
     operation = name.partition(".")[0].removesuffix("_forward")
 
-    def around(kernel: Kernel) -> Kernel:
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            values = on_host(args[rule.position])
-            if values is not None:
-                ignored = None if rule.ignored is None else args[rule.ignored]
-                _compare(operation, rule, values, rule.extent(*args), ignored)
-            return kernel(*args, **kwargs)
+    def check(*args: Any, **options: Any) -> None:
+        values = on_host(args[rule.position])
+        if values is not None:
+            ignored = None if rule.ignored is None else args[rule.ignored]
+            _compare(operation, rule, values, rule.extent(*args), ignored)
 
-        return checked
-
-    return around
+    return before(check)
 
 
 _OF_SEVERAL = IndexRule("index.Tensor", "indices", 1, _along, negative=True)
 
 
-def check_several(kernel: Kernel) -> Kernel:
+@before
+def check_several(self: torch.Tensor, indices: Any, *rest: Any, **options: Any) -> None:
     """Checks the list of indices of ``x[i, j]`` and ``x[i, j] = v``, one for each dimension; masks take several."""
-
-    def checked(self: torch.Tensor, indices: Any, *rest: Any, **options: Any) -> Any:
-        dim = 0
-        for index in indices:
-            masks = index is not None and index.dtype in (torch.bool, torch.uint8)
-            values = None if masks or dim >= self.dim() else on_host(index)
-            if values is not None:
-                _compare("index", _OF_SEVERAL, values, self.shape[dim], None)
-            dim += index.dim() if masks else 1
-        return kernel(self, indices, *rest, **options)
-
-    return checked
+    dim = 0
+    for index in indices:
+        masks = index is not None and index.dtype in (torch.bool, torch.uint8)
+        values = None if masks or dim >= self.dim() else on_host(index)
+        if values is not None:
+            _compare("index", _OF_SEVERAL, values, self.shape[dim], None)
+        dim += index.dim() if masks else 1
 
 
 def _inplace(name: str) -> str:
@@ -132,8 +123,7 @@ def _inplace(name: str) -> str:
     return f"{base}_{dot}{overload}"
 
 
-CHECKED: dict[str, Callable[[Kernel], Kernel]] = {
-    "index.Tensor": check_several,
-    **{each: _checked(n, rule) for rule in RULES for n in rule.operations.split() for each in (n, _inplace(n))},
+CHECKED: dict[str, Wrapper] = {
+    each: _checked(n, rule) for rule in RULES for n in rule.operations.split() for each in (n, _inplace(n))
 }
 """ATen name -> wrapper of its kernel; some have no in-place variant."""

@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 
-_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
+Kernel = Callable[..., Any]
+Wrapper = Callable[[Kernel], Kernel]
+_Kernel = TypeVar("_Kernel", bound=Kernel)
 
 
-class KernelTable(dict[str, Callable[..., Any]]):
+class KernelTable(dict[str, Kernel]):
     """ATen name -> kernel."""
 
     def implements(self, *names: str) -> Callable[[_Kernel], _Kernel]:
@@ -22,6 +24,19 @@ class KernelTable(dict[str, Callable[..., Any]]):
             return function
 
         return decorate
+
+
+def before(action: Callable[..., None]) -> Wrapper:
+    """A wrapper of kernels: calls `action` with the arguments, then the kernel."""
+
+    def around(kernel: Kernel) -> Kernel:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            action(*args, **options)
+            return kernel(*args, **options)
+
+        return wrapped
+
+    return around
 
 
 def find(name: str) -> Any | None:

@@ -1,8 +1,8 @@
 """Wrappers for generated kernels that need host-side work, and kernels that call other operations.
 
-A wrapper gets the kernel, its lowering and its operator and returns the kernel to install.  Reasons: a flag asks for an
-error that only the host can raise; the memory of an operand decides what is computed; a result is a Python number; the
-size of a result depends on data; arguments are checked or moved first.
+A wrapper gets the kernel and returns the one to install.  Reasons: a flag asks for an error that only the host can
+raise; the memory of an operand decides what is computed; a result is a Python number; the size of a result depends on
+data; arguments are checked or moved first; a step ends there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,17 +21,20 @@ from xla_amp.lazy.ops.checks.argument_rules import EACH_CALL, ArgumentRule
 from xla_amp.lazy.ops.checks.meta_results import RANK_REVEALING
 from xla_amp.lazy.ops.codegen import make_kernel
 from xla_amp.lazy.ops.index_checks import CHECKED, check_several
-from xla_amp.lazy.ops.operators import KernelTable
+from xla_amp.lazy.ops.operators import Kernel, KernelTable, Wrapper, before, find
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lowering import Lowering
+from xla_amp.lowering import table
 
 aten = torch.ops.aten
-Kernel = Callable[..., Any]
-Wrapper = Callable[[Kernel, Lowering, Any], Kernel]
 KERNELS = KernelTable()
 """ATen name -> kernel, for operations that are composed of other operations."""
+
+
+def _variant(name: str, **changes: Any) -> Kernel:
+    """The kernel of an operation by a lowering with other attributes."""
+    return make_kernel(dataclasses.replace(table()[name], **changes), find(name), "functional")
 
 
 # -- errors of factorizations -----------------------------------------------------------------------------------------
@@ -46,7 +48,7 @@ def _check_errors(info: torch.Tensor, api_name: str, *, is_matrix: bool) -> None
 def _checked(api_name: str) -> Wrapper:
     """`check_errors=True` waits for ``info``, the last result, and raises as torch does."""
 
-    def wrap_kernel(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
+    def around(kernel: Kernel) -> Kernel:
         def checked(self: torch.Tensor, *args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
             results = kernel(self, *args, **kwargs)
             if check_errors:
@@ -55,7 +57,7 @@ def _checked(api_name: str) -> Wrapper:
 
         return checked
 
-    return wrap_kernel
+    return around
 
 
 # -- factorizations that autograd keeps -------------------------------------------------------------------------------
@@ -73,25 +75,23 @@ def _factors_transpose(name: str) -> bool:
     return bool(factors[0, 0] == 2.0)  # the first pivot: the greatest of column 1, 2, or of column 1, 3
 
 
-def _oriented(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
-    transposing = functools.partial(lowering.function, transposed=True)
-    transposed = make_kernel(dataclasses.replace(lowering, function=transposing), operator, "functional")
+def _oriented(name: str) -> Wrapper:
+    def around(kernel: Kernel) -> Kernel:
+        transposed = _variant(name, function=functools.partial(table()[name].function, transposed=True))
 
-    def oriented(a: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        of_transpose = _factors_transpose(lowering.name) and a.is_contiguous() and not a.is_complex()
-        return (transposed if of_transpose else kernel)(a, *args, **kwargs)
+        def oriented(a: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            of_transpose = _factors_transpose(name) and a.is_contiguous() and not a.is_complex()
+            return (transposed if of_transpose else kernel)(a, *args, **kwargs)
 
-    return oriented
+        return oriented
 
-
-def _solve(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
-    return _checked("torch.linalg.solve_ex")(_oriented(kernel, lowering, operator), lowering, operator)
+    return around
 
 
 # -- least squares ----------------------------------------------------------------------------------------------------
 
 
-def _least_squares(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
+def _least_squares(kernel: Kernel) -> Kernel:
     def lstsq(
         self: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
     ) -> tuple[torch.Tensor, ...]:
@@ -110,23 +110,22 @@ def _least_squares(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
-def _attention(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
-    without = dataclasses.replace(lowering, supplies=lowering.supplies - {"rng"})
-    plain = make_kernel(without, operator, "functional")  # draws no random number
+_ATTENTION = "_scaled_dot_product_fused_attention_overrideable"
+
+
+def _attention(kernel: Kernel) -> Kernel:
+    plain = _variant(_ATTENTION, supplies=table()[_ATTENTION].supplies - {"rng"})  # draws no random number
 
     def attention(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attn_bias: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        return_debug_mask: bool = False,
-        *,
-        scale: float | None = None,
+        bias: torch.Tensor | None = None,
+        dropout: float = 0.0,
+        *rest: Any,
+        **options: Any,
     ) -> tuple[Any, ...]:
-        run = kernel if dropout_p > 0 else plain
-        results = run(query, key, value, attn_bias, dropout_p, is_causal, return_debug_mask, scale=scale)
+        results = (kernel if dropout > 0 else plain)(query, key, value, bias, dropout, *rest, **options)
         return *results[:4], query.shape[2], key.shape[2], *results[6:]
 
     return attention
@@ -241,43 +240,24 @@ def _move_indices(kernel: Kernel) -> Kernel:
     return index_put
 
 
-def _clear_poison(tensor: torch.Tensor) -> None:
-    buffer = tensor.untyped_storage()._xla_amp  # type: ignore[attr-defined]
-    whole = buffer is not None and tensor.shape == buffer.spec.shape and tensor.is_contiguous()
-    if whole and buffer.number < 0 and type(buffer.array) is Poisoned:
-        buffer.store(None)  # memory never written
-
-
-def _overwrite(kernel: Kernel) -> Kernel:
+def _overwrite(written: Any, *_: Any, **options: Any) -> None:
     """For operations that ignore the old value: they may write a tensor that a failed step has poisoned."""
-
-    def overwriting(self: Any, *rest: Any, **options: Any) -> Any:
-        for tensor in self if isinstance(self, (list, tuple)) else (self,):
-            _clear_poison(tensor)
-        return kernel(self, *rest, **options)
-
-    return overwriting
+    for tensor in written if isinstance(written, (list, tuple)) else (written,):
+        buffer = tensor.untyped_storage()._xla_amp
+        whole = buffer is not None and tensor.shape == buffer.spec.shape and tensor.is_contiguous()
+        if whole and buffer.number < 0 and type(buffer.array) is Poisoned:
+            buffer.store(None)  # memory never written
 
 
-def _checked_by(rule: ArgumentRule, name: str) -> Callable[[Kernel], Kernel]:
+def _checked_by(rule: ArgumentRule, name: str) -> Wrapper:
     operation, defaults = name.partition(".")[0], rule.holds.__defaults__ or ()
 
-    def around(kernel: Kernel) -> Kernel:
-        def checked(self: torch.Tensor, *numbers: Any, **options: Any) -> Any:
-            rule.check(operation, (*numbers, *defaults[len(numbers) :]))
-            return kernel(self, *numbers, **options)
+    def check(self: torch.Tensor, *numbers: Any, **options: Any) -> None:
+        rule.check(operation, (*numbers, *defaults[len(numbers) :]))
+        if operation.endswith("_"):
+            _overwrite(self)
 
-        return _overwrite(checked) if operation.endswith("_") else checked
-
-    return around
-
-
-def _unscaling(kernel: Kernel) -> Kernel:
-    def unscale(*args: Any) -> Any:
-        step_marker.unscales()
-        return kernel(*args)
-
-    return unscale
+    return before(check)
 
 
 def _updating_scale(kernel: Kernel) -> Kernel:
@@ -300,61 +280,37 @@ def _traced(kernel: Kernel) -> Kernel:
     return convolution
 
 
-def _sized_by_channels(kernel: Kernel) -> Kernel:
+def _size_by_channels(x: torch.Tensor, observer_on: Any, fake_quant_on: Any, *rest: Any) -> None:
     """The first call of torch.ao's observer of channels gives its empty state one element for each, as torch does."""
-
-    def observed(x: torch.Tensor, observer_on: Any, fake_quant_on: Any, *rest: Any) -> Any:
-        state, (_, _, _, channels, *switches) = rest[:4], rest[4:]  # running_min, running_max, scale, zero_point
-        if any(switches[:1]) and state[0].numel() == 0:  # per_row_fake_quant
-            for tensor, value in zip(state, (math.inf, -math.inf, 1, 0), strict=True):
-                tensor.resize_(x.shape[channels]).fill_(value)
-        return kernel(x, observer_on, fake_quant_on, *rest)
-
-    return observed
+    state, (_, _, _, channels, *switches) = rest[:4], rest[4:]  # running_min, running_max, scale, zero_point
+    if any(switches[:1]) and state[0].numel() == 0:  # per_row_fake_quant
+        for tensor, value in zip(state, (math.inf, -math.inf, 1, 0), strict=True):
+            tensor.resize_(x.shape[channels]).fill_(value)
 
 
-ARGUMENT_WRAPPERS: dict[str, Callable[[Kernel], Kernel]] = {
+_OVERWRITING = (
+    "_foreach_zero_", "bernoulli_.Tensor", "fill_.Scalar", "fill_.Tensor", "random_", "random_.from", "random_.to",
+    "zero_",
+)  # fmt: skip
+WRAPPERS: dict[str, Wrapper] = {
     **CHECKED,
-    "_amp_foreach_non_finite_check_and_unscale_": _unscaling,
-    "_amp_update_scale_": _updating_scale,
-    "_fused_moving_avg_obs_fq_helper": _sized_by_channels,
-    "convolution": _traced,
     **{name: _checked_by(rule, name) for rule in EACH_CALL for name in rule.operations.split()},
+    **dict.fromkeys(_OVERWRITING, before(_overwrite)),
     **dict.fromkeys(("_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"), _move_indices),
-    **dict.fromkeys(
-        (
-            "_foreach_zero_",
-            "bernoulli_.Tensor",
-            "fill_.Scalar",
-            "fill_.Tensor",
-            "random_",
-            "random_.from",
-            "random_.to",
-            "zero_",
-        ),
-        _overwrite,
-    ),
-}
-"""ATen name -> wrapper of its kernel: it checks or changes the arguments, or tells the end of a step or a tracer."""
-
-
-LOWERING_WRAPPERS: dict[str, Wrapper] = {
-    "_linalg_det": _oriented,
-    "_linalg_slogdet": _oriented,
-    "_linalg_solve_ex": _solve,
-    "_scaled_dot_product_fused_attention_overrideable": _attention,
-    "index.Tensor": lambda kernel, lowering, operator: dynamic_shape.expand_masks(kernel),
+    "_amp_foreach_non_finite_check_and_unscale_": before(lambda *_: step_marker.unscales()),
+    "_amp_update_scale_": _updating_scale,
+    "_fused_moving_avg_obs_fq_helper": before(_size_by_channels),
+    "_linalg_det": _oriented("_linalg_det"),
+    "_linalg_slogdet": _oriented("_linalg_slogdet"),
+    "_linalg_solve_ex": lambda kernel: _checked("torch.linalg.solve_ex")(_oriented("_linalg_solve_ex")(kernel)),
+    _ATTENTION: _attention,
+    "convolution": _traced,
+    "index.Tensor": lambda kernel: check_several(dynamic_shape.expand_masks(kernel)),
     "linalg_cholesky_ex": _checked("torch.linalg.cholesky_ex"),
     "linalg_inv_ex": _checked("torch.linalg.inv_ex"),
     "linalg_lstsq": _least_squares,
     "linalg_lu_factor_ex": _checked("torch.linalg.lu_factor_ex"),
-    "repeat_interleave.Tensor": lambda kernel, lowering, operator: dynamic_shape.find_length(kernel),
-    "torchvision::nms": lambda kernel, lowering, operator: dynamic_shape.without_padding(kernel, lowering.name),
+    "repeat_interleave.Tensor": dynamic_shape.find_length,
+    "torchvision::nms": dynamic_shape.without_padding,
 }
-"""Name of the lowering -> wrapper of its functional kernel."""
-
-
-def wrap(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
-    """The kernel to install for `operator`."""
-    wrapper = LOWERING_WRAPPERS.get(lowering.name)
-    return kernel if wrapper is None else wrapper(kernel, lowering, operator)
+"""Operation -> wrapper of its kernel."""

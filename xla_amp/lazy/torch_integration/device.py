@@ -259,8 +259,9 @@ def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "Priv
     if dispatch_key != "PrivateUse1":
         library.impl(name, dynamo.skip(kernel), with_keyset=name in composites.WITH_KEYSET)
         return
-    if namespace == "aten" and name in wrappers.ARGUMENT_WRAPPERS:
-        kernel = wrappers.ARGUMENT_WRAPPERS[name](kernel)
+    wrapper = wrappers.WRAPPERS.get(name if namespace == "aten" else key)
+    if wrapper is not None:
+        kernel = wrapper(kernel)
     if trace.eager:
         kernel = execute.run_at_once(kernel)
     if namespace == "aten":
@@ -284,8 +285,7 @@ def _install(lowering: Lowering) -> None:
         if namespace != "aten":  # else an operation of another torch version
             _implement(namespace, name, _later(lowering))
         return
-    kernel = make_kernel(lowering, operator, "functional")
-    _implement(namespace, name, wrappers.wrap(kernel, lowering, operator))
+    _implement(namespace, name, make_kernel(lowering, operator, "functional"))
     if not lowering.mutates:
         for variant, derived in _derived(namespace, base, overload, operator):
             key = f"{namespace}::{derived}"
@@ -299,8 +299,7 @@ def _later(lowering: Lowering) -> Any:
     def first(*args: Any, **kwargs: Any) -> Any:
         nonlocal kernel
         if kernel is None:
-            operator = operators.find(lowering.name)
-            kernel = wrappers.wrap(make_kernel(lowering, operator, "functional"), lowering, operator)
+            kernel = make_kernel(lowering, operators.find(lowering.name), "functional")
         return kernel(*args, **kwargs)
 
     return first
