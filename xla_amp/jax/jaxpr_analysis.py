@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, TypeVarTuple, Unpack
 
 import numpy as np
 
-from xla_amp.jax import compat
+from xla_amp.jax import compat, rebind
 from xla_amp.jax.contraction_primitives import aten_product, sums_nothing
 from xla_amp.jax.decisions import asked_precision, decide, dtype_of
 from xla_amp.jax.primitives import PrimitiveInfo, info, name_of
@@ -50,6 +50,57 @@ class Node(NamedTuple):
     differentiated: bool
     """Whether it is part of a backward pass, or of the function that was differentiated."""
 
+
+class Inside(NamedTuple):
+    """The jaxprs in an equation, and how their values and its own follow from each other.
+
+    A value that a loop carries is one with the loop's result, as the arguments of its functions hold it.
+    """
+
+    jaxprs: list[Any]
+    """Of ``while``: the condition and the body."""
+    holds: list[tuple[Any, Any]]
+    """A value, and one that it may hold."""
+    deciding: list[Any]
+    """What decides which jaxpr makes the results, or how often it runs."""
+
+
+def inside_of(eqn: Any) -> Inside:
+    """The jaxprs in an equation that runs them; nothing for another."""
+    kind, params, operands, outs = info(eqn.primitive.name).kind, eqn.params, eqn.invars, eqn.outvars
+    start: Sequence[Any] = ()
+    deciding: Sequence[Any] = ()
+    given: list[tuple[Any, Sequence[Any]]] = []
+    """A jaxpr, and what its arguments hold."""
+    makers: list[Any] = []
+    """The jaxprs that make the results."""
+    if kind == "while":
+        of_condition, of_body, start = rebind.looped(params, operands)
+        condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+        given = [(condition, [*of_condition, *outs]), (body, [*of_body, *outs])]
+        makers, deciding = [body], condition.outvars
+    elif kind == "scan":
+        constants, start, scanned = rebind.scanned(params, operands)
+        body = rebind.inner(params).jaxpr
+        given, makers = [(body, [*constants, *outs[: len(start)], *scanned])], [body]
+    elif kind == "cond":
+        makers, deciding = [branch.jaxpr for branch in params["branches"]], operands[:1]
+        given = [(branch, operands[1:]) for branch in makers]
+    elif kind in _CALLS:
+        makers = [rebind.inner(params).jaxpr]
+        given = [(makers[0], operands)]
+    pairs = [*zip(outs, start, strict=False)]
+    for jaxpr, values in given:
+        pairs += zip(jaxpr.invars, values, strict=True)
+    for jaxpr in makers:
+        pairs += zip(outs, jaxpr.outvars, strict=True)
+    holds = [(value, held) for value, held in pairs if not isinstance(held, compat.Literal)]
+    return Inside([jaxpr for jaxpr, _ in given], holds, compat.variables(deciding))
+
+
+_CALLS: Final = frozenset(
+    ("call", "checkpoint", "composite", "custom_jvp", "custom_vjp", "custom_vmap", "linear_call", "shard_map")
+)
 
 _SCOPES: Final = (compat.is_region_scope, compat.is_transpose_scope, compat.is_derivative_scope)
 
@@ -168,19 +219,26 @@ def near_one(jaxpr: Any) -> frozenset[int]:
 
     In a low dtype ``1 - sigmoid(z)`` has lost all digits, or is 0.
     """
-    kinds = list(map(_near_one, nodes(jaxpr)))
+    kinds = [_near_one(node) for node in nodes(jaxpr)]
     if not any("made" in each for each in kinds):
         return frozenset()
     read: list[Any] = []
-    made: dict[Any, tuple[int, beside_low.NearOne, frozenset[Any]]] = {}
+    makers: dict[Any, int] = {}
     for index, (node, each) in enumerate(zip(nodes(jaxpr), kinds, strict=True)):
-        kind: beside_low.NearOne = "ends" if "ends" in each else "made" if "made" in each else ""
-        made.update(dict.fromkeys(node.eqn.outvars, (index, kind, node.reads)))
+        makers.update(dict.fromkeys(node.eqn.outvars, index))
         if "read" in each:
             read += node.reads
         elif each == {"divided"}:
             read += compat.variables(node.eqn.invars[1:])
-    return beside_low.near_one(read, made.get)
+
+    def kind(value: Any) -> beside_low.NearOne:
+        found = kinds[makers[value]] if value in makers else ()
+        return "ends" if "ends" in found else "made" if "made" in found else ""
+
+    def sources(value: Any) -> Iterable[Any]:
+        return nodes(jaxpr)[makers[value]].reads if value in makers else ()
+
+    return frozenset(makers[value] for value in beside_low.near_one(read, kind, sources))
 
 
 _NEAR_ONE: Final = {kind: frozenset({kind}) for kind in ("", "made", "read", "divided", "ends")}

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 from xla_amp.common.types import LowDtype
+from xla_amp.policy.value_graph import reached
 
 Axes: TypeAlias = tuple[frozenset[int], ...]
 Shape: TypeAlias = Sequence[Any]
@@ -132,32 +133,22 @@ def axes_after(
 
 
 _Value = TypeVar("_Value", bound=Hashable)
-_Maker = TypeVar("_Maker", bound=Hashable)
 NearOne: TypeAlias = Literal["", "made", "read", "divided", "ends"]
 """Whether an operation's result is near 1 or -1 for many operands; whether it reads how far its operand or its divisor
 is from there; or whether its result does not depend on that."""
 
 
 def near_one(
-    read: Iterable[_Value], maker: Callable[[_Value], tuple[_Maker, NearOne, Iterable[_Value]] | None]
-) -> frozenset[_Maker]:
-    """The operations whose results are near 1, where a logarithm, a root or a divisor reads how near.
+    read: Iterable[_Value], kind: Callable[[_Value], NearOne], sources: Callable[[_Value], Iterable[_Value]]
+) -> set[_Value]:
+    """The values near 1, of which a logarithm, a root or a divisor reads how near.
 
     In a low dtype ``1 - sigmoid(z)`` has lost all digits, or is 0.
 
     Args:
         read: the values of which a distance to 1 or 0 is read.
-        maker: the operation that makes a value, what it is to these, and its operands; None where the search ends.
+        kind: what the operation that makes a value is to these.
+        sources: its operands.
     """
-    found, seen, todo = set[_Maker](), set[_Value](), list(read)
-    while todo:
-        value = todo.pop()
-        made = None if value in seen else maker(value)
-        seen.add(value)
-        if made is None or made[1] == "ends":
-            continue
-        if made[1] == "made":
-            found.add(made[0])
-        else:
-            todo.extend(made[2])
-    return frozenset(found)
+    found = reached(read, lambda value: () if kind(value) in ("made", "ends") else sources(value))
+    return {value for value in found if kind(value) == "made"}

@@ -14,6 +14,8 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
+from xla_amp.policy.value_graph import reached
+
 _Value = TypeVar("_Value", bound=Hashable)
 
 
@@ -41,14 +43,3 @@ class LoopValues(Generic[_Value]):
     def follow_low(self, values: Iterable[_Value]) -> bool:
         """Whether something low is on the way to one of some values."""
         return any(map(self.is_low, reached(values, self.sources)))
-
-
-def reached(start: Iterable[_Value], sources: Callable[[_Value], Iterable[_Value]]) -> set[_Value]:
-    """`start` and all that it follows from, directly or through others."""
-    seen, todo = set[_Value](), list(start)
-    while todo:
-        value = todo.pop()
-        if value not in seen:
-            seen.add(value)
-            todo += sources(value)
-    return seen

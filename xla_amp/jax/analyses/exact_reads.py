@@ -4,25 +4,35 @@ XLA sums a product of low operands in float32.  A low result rounds the sums: a 
 that it is compared with as well.  So where only comparisons, roundings, conversions to integers, sorts, the host or the
 caller read a product, also after its elements were moved or picked, its result keeps float32.
 
-The analysis visits each jaxpr once: what reads a value is summed up as the results of its jaxpr that it reaches.
+The analysis visits each jaxpr once: what it rounds, and which arguments its results pass on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax.numpy as jnp
 
-from xla_amp.jax import compat, rebind
-from xla_amp.jax.jaxpr_analysis import Node, nodes, per_jaxpr
-from xla_amp.jax.primitives import info
+from xla_amp.jax import compat
+from xla_amp.jax.jaxpr_analysis import Inside, inside_of, nodes, per_jaxpr
+from xla_amp.policy.value_graph import reached
 
-Reads: TypeAlias = frozenset[int] | None
-"""The results that a value reaches unrounded, besides what reads it exactly; None if something else reads it, too."""
 
-_EXACTLY: Final[Reads] = frozenset()
+class _Reads(NamedTuple):
+    """How values are read."""
+
+    rounded: set[Any]
+    """What an operation reads that may round it."""
+    passed: dict[Any, Iterable[Any]]
+    """Value -> the values whose elements it holds."""
+    read: set[Any]
+    """What anything reads."""
+
+    def behind(self, values: Iterable[Any]) -> set[Any]:
+        """Values, and all whose elements they hold."""
+        found = set(values)
+        return found | reached(found & self.passed.keys(), lambda value: self.passed.get(value, ()))
 
 
 def exact_values(jaxpr: Any, exact: Sequence[bool] | None) -> frozenset[Any]:
@@ -30,9 +40,8 @@ def exact_values(jaxpr: Any, exact: Sequence[bool] | None) -> frozenset[Any]:
 
     `exact`: which of its results are read so; None for all.
     """
-    results = None if exact is None else {index for index, flag in enumerate(exact) if flag}
-    found = _reads(jaxpr).items()
-    return frozenset(v for v, reads in found if reads is not None and (results is None or reads <= results))
+    reads, results = _reads(jaxpr), [] if exact is None else _not(jaxpr.outvars, exact)
+    return frozenset(reads.read - reads.behind((*reads.rounded, *results)))
 
 
 def exact_results_of_body(eqn: Any, exact: Sequence[bool]) -> tuple[bool, ...]:
@@ -40,130 +49,43 @@ def exact_results_of_body(eqn: Any, exact: Sequence[bool]) -> tuple[bool, ...]:
 
     `exact`: which results of the loop are read so.
     """
-    loop = _LoopReads(eqn)
-    reached = (loop.outside(frozenset({index})) for index in range(len(loop.body.outvars)))
-    return tuple(reads is not None and all(exact[index] for index in reads) for reads in reached)
+    inside = inside_of(eqn)
+    reads = _reads_inside(inside)
+    rounded = reads.behind((*reads.rounded, *_not(eqn.outvars, exact)))
+    return tuple(isinstance(atom, compat.Literal) or atom not in rounded for atom in inside.jaxprs[-1].outvars)
+
+
+_WIDE: Final = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float64))
+
+
+def _not(atoms: Sequence[Any], exact: Sequence[bool]) -> list[Any]:
+    return compat.variables(atom for atom, flag in zip(atoms, exact, strict=True) if not flag)
 
 
 @per_jaxpr
-def _reads(jaxpr: Any) -> Mapping[Any, Reads]:
-    """What reads each variable of a jaxpr."""
-    found: dict[Any, Reads] = {}
-    for index, atom in enumerate(jaxpr.outvars):
-        _add(found, atom, frozenset({index}))
-    for node in reversed(nodes(jaxpr)):
-        outs = [found.get(variable, _EXACTLY) for variable in node.eqn.outvars]
-        reads = _of_operands(node, outs)
-        if reads is None:
-            found.update(dict.fromkeys(node.reads))
-            continue
-        for atom, each in zip(node.eqn.invars, reads, strict=True):
-            _add(found, atom, each)
+def _reads(jaxpr: Any) -> _Reads:
+    read = [node.reads for node in nodes(jaxpr)]
+    found = _Reads(set(), {}, set(compat.variables(jaxpr.outvars)).union(*read))
+    for node in nodes(jaxpr):
+        row, outs = node.row, node.eqn.outvars
+        if node.inside and (inside := inside_of(node.eqn)).jaxprs:
+            reads = _reads_inside(inside)
+            found.rounded.update(reads.behind(reads.rounded) & node.reads)
+            found.passed.update((out, reads.behind((out,)) & node.reads) for out in outs)
+        elif row.picks or row.kind == "data_movement" or (row.kind == "conversion" and outs[0].aval.dtype in _WIDE):
+            found.passed.update(dict.fromkeys(outs, node.reads))
+        elif not (row.exact or (row.kind == "conversion" and not jnp.issubdtype(outs[0].aval.dtype, jnp.inexact))):
+            found.rounded.update(node.reads)
     return found
 
 
-def _add(found: dict[Any, Reads], atom: Any, reads: Reads) -> None:
-    if not isinstance(atom, compat.Literal):
-        found[atom] = _both(found.get(atom, _EXACTLY), reads)
-
-
-def _both(one: Reads, other: Reads) -> Reads:
-    return None if one is None or other is None else one | other
-
-
-def _all(reads: Sequence[Reads]) -> Reads:
-    found = _EXACTLY
-    for each in reads:
-        found = _both(found, each)
-    return found
-
-
-def _of_operands(node: Node, outs: Sequence[Reads]) -> Sequence[Reads] | None:
-    """What reads each operand of an equation through it, if `outs` reads its results; None if it rounds all."""
-    eqn, row, count = node.eqn, node.row, len(node.eqn.invars)
-    if row.kind in _INSIDE:
-        return _INSIDE[row.kind](eqn, outs)
-    if row.kind == "conversion":
-        return [_of_conversion(eqn.outvars[0].aval.dtype, outs[0])] * count
-    if row.exact:
-        return [_EXACTLY] * count
-    return [_all(outs)] * count if row.picks or row.kind == "data_movement" else None
-
-
-def _of_conversion(dtype: Any, out: Reads) -> Reads:
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return None if jnp.issubdtype(dtype, jnp.complexfloating) else _EXACTLY
-    return out if jnp.dtype(dtype).itemsize >= 4 else None
-
-
-def _of_arguments(jaxpr: Any, outs: Sequence[Reads]) -> list[Reads]:
-    """What reads each argument of a jaxpr inside, if `outs` reads its results."""
-    found = _reads(jaxpr)
-    inside = [found.get(variable, _EXACTLY) for variable in jaxpr.invars]
-    return [None if reads is None else _all([outs[index] for index in reads]) for reads in inside]
-
-
-def _of_call(eqn: Any, outs: Sequence[Reads]) -> Sequence[Reads]:
-    return _of_arguments(rebind.inner(eqn.params).jaxpr, outs)
-
-
-def _of_cond(eqn: Any, outs: Sequence[Reads]) -> Sequence[Reads]:
-    branches = [_of_arguments(branch.jaxpr, outs) for branch in eqn.params["branches"]]
-    return [None, *map(_all, zip(*branches, strict=True))]
-
-
-def _of_loop(eqn: Any, outs: Sequence[Reads]) -> Sequence[Reads]:
-    return [None if r is None else _all([outs[index] for index in r]) for r in _LoopReads(eqn).operands()]
-
-
-class _LoopReads:
-    """``scan`` or ``while``: what reads its operands, and the results of its body, as results of the loop."""
-
-    def __init__(self, eqn: Any) -> None:
-        params, operands = eqn.params, list(range(len(eqn.invars)))
-        self._condition: list[Reads] = []
-        """What reads each operand of the condition."""
-        if info(eqn.primitive.name).kind == "while":
-            self.body = params["body_jaxpr"].jaxpr
-            self._condition = _of_arguments(params["cond_jaxpr"].jaxpr, [_EXACTLY])
-            of_condition, consts, carry = rebind.looped(params, operands)
-        else:
-            self.body = rebind.inner(params).jaxpr
-            of_condition, (consts, carry, _) = [], rebind.scanned(params, operands)
-        self._first, self._carried, self._own = len(of_condition), len(carry), len(consts)
-        found = _reads(self.body)
-        self._arguments = [found.get(variable, _EXACTLY) for variable in self.body.invars]
-
-    def outside(self, reads: Reads) -> Reads:
-        """The results of the loop that a value of the body reaches, in this iteration or a later one."""
-        found, todo = set[int](), [reads]
-        while todo:
-            each = todo.pop()
-            if each is None:
-                return None
-            todo += (self._carry(index) for index in each - found if index < self._carried)
-            found |= each
-        return frozenset(found)
-
-    def _carry(self, index: int) -> Reads:
-        """What reads a carried value in an iteration."""
-        of_condition = self._condition[self._first + index] if self._condition else _EXACTLY
-        return _both(of_condition, self._arguments[self._own + index])
-
-    def operands(self) -> list[Reads]:
-        """What reads each operand of the loop."""
-        carry = [self.outside(frozenset({index})) for index in range(self._carried)]
-        others = list(map(self.outside, self._arguments))
-        first, last = others[: self._own], others[self._own + self._carried :]
-        return [*self._condition[: self._first], *first, *carry, *last]
-
-
-_INSIDE: Final[Mapping[str | None, Callable[[Any, Sequence[Reads]], Sequence[Reads]]]] = MappingProxyType(
-    {
-        **dict.fromkeys(("call", "checkpoint", "custom_jvp", "custom_vjp", "shard_map"), _of_call),
-        "cond": _of_cond,
-        "scan": _of_loop,
-        "while": _of_loop,
-    }
-)
-"""Kind of primitive -> what reads its operands through the jaxprs that it contains."""
+def _reads_inside(inside: Inside) -> _Reads:
+    """How the values in the jaxprs of an equation are read, and its operands and results."""
+    rounded, passed = set[Any](), dict[Any, Iterable[Any]]()
+    for jaxpr in inside.jaxprs:
+        reads = _reads(jaxpr)
+        rounded |= reads.rounded
+        passed.update(reads.passed)
+    for value, held in inside.holds:
+        passed[value] = (*passed.get(value, ()), held)
+    return _Reads(rounded, passed, set())

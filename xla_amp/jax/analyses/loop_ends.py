@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.jax import compat, rebind
-from xla_amp.jax.jaxpr_analysis import Node, nodes, per_jaxpr, runs_low
+from xla_amp.jax import compat
+from xla_amp.jax.jaxpr_analysis import Node, inside_of, nodes, per_jaxpr, runs_low
 from xla_amp.policy import Policy
 from xla_amp.policy.loop_ends import LoopValues
 
@@ -20,15 +20,18 @@ def ends_by_floats(eqn: Any, policy: Policy, *, low_carry: bool) -> bool:
 
     `low_carry`: whether what it carries may be low.
     """
-    condition, body = _functions(eqn)
-    of_condition, of_body, _ = rebind.looped(eqn.params, eqn.invars)
-    return _ends_by_floats(body, condition, (len(of_condition), len(of_body)), policy, low_carry)
+    condition, body = (eqn.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
+    return _ends_by_floats(body, condition, policy, low_carry)
 
 
 @per_jaxpr
-def _ends_by_floats(body: Any, condition: Any, constants: tuple[int, int], policy: Policy, low_carry: bool) -> bool:
-    inside = _Inside(policy, low_carry)
-    inside.iterations(body, condition, constants, low=True)
+def _ends_by_floats(body: Any, condition: Any, policy: Policy, low_carry: bool) -> bool:
+    inside = _Values(policy, low_carry)
+    for jaxpr in (condition, body):
+        inside.add(jaxpr, low=True)
+        for value, held in zip(reversed(jaxpr.invars), reversed(body.outvars), strict=False):
+            if not isinstance(held, compat.Literal):
+                inside.sources[value].append(held)  # of the iteration before
     values = LoopValues(
         sources=lambda value: inside.sources.get(value, ()),
         is_float=_is_float,
@@ -50,16 +53,11 @@ def solves(jaxpr: Any, policy: Policy, low_carry: bool) -> bool:
     )
 
 
-def _functions(eqn: Any) -> tuple[Any, Any]:
-    """The condition and the body of a ``while``."""
-    return eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
-
-
 def _is_float(atom: Any) -> bool:
     return bool(jnp.issubdtype(getattr(atom.aval, "dtype", np.bool_), jnp.inexact))
 
 
-class _Inside:
+class _Values:
     """What the values of jaxprs follow from; what is passed to a jaxpr from several places is one value there."""
 
     def __init__(self, policy: Policy, low_carry: bool) -> None:
@@ -71,17 +69,8 @@ class _Inside:
         """What an operation that the policy makes low gives."""
         self._seen: set[tuple[Any, bool]] = set()
 
-    def _join(self, values: Sequence[Any], sources: Sequence[Any]) -> None:
-        for value, source in zip(values, sources, strict=True):
-            if not isinstance(source, compat.Literal):
-                self.sources[value].append(source)
-
-    def _enter(self, jaxpr: Any, given: Sequence[Any], made: Sequence[Any], low: bool) -> None:
-        self._join(jaxpr.invars, given)
-        self._join(made, jaxpr.outvars[: len(made)])
-        self._visit(jaxpr, low)
-
-    def _visit(self, jaxpr: Any, low: bool) -> None:
+    def add(self, jaxpr: Any, low: bool) -> None:
+        """Adds a jaxpr and those inside of it; `low`: whether what is inside may be low."""
         if (jaxpr, low) not in self._seen:
             self._seen.add((jaxpr, low))
             for node in nodes(jaxpr):
@@ -89,45 +78,16 @@ class _Inside:
 
     def _add(self, node: Node, low: bool) -> None:
         eqn, kind = node.eqn, node.row.kind
-        if kind == "while":
-            self.loop(eqn, low and not ends_by_floats(eqn, self._policy, low_carry=self._low_carry))
-        elif kind == "scan":
-            body, (_, carry, _) = rebind.inner(eqn.params).jaxpr, rebind.scanned(eqn.params, eqn.invars)
-            self._join(rebind.scanned(eqn.params, body.invars)[1], body.outvars[: len(carry)])
-            self._join(eqn.outvars[: len(carry)], carry)
-            self._enter(body, eqn.invars, eqn.outvars, low)
-        elif kind == "cond":
-            for branch in eqn.params["branches"]:
-                self._enter(branch.jaxpr, eqn.invars[1:], eqn.outvars, low)
-            self._join(eqn.outvars, eqn.invars[:1] * len(eqn.outvars))
-        elif kind in _CALLS:
-            self._enter(rebind.inner(eqn.params).jaxpr, eqn.invars, eqn.outvars, low)
-        else:
-            self.sources.update((variable, list(node.reads)) for variable in eqn.outvars)
-            if low and runs_low(eqn, self._policy):
-                self.low.update(eqn.outvars)
-            for variable in eqn.outvars:
-                compares = kind == "conversion" or (node.row.exact and variable.aval.dtype == np.bool_)
-                if compares and not _is_float(variable):
-                    self.comparisons.add(variable)
-
-    def loop(self, eqn: Any, low: bool) -> None:
-        """Adds a ``while``; `low`: whether what is inside may be low."""
-        condition, body = _functions(eqn)
-        of_condition, of_body, carry = rebind.looped(eqn.params, eqn.invars)
-        self.iterations(body, condition, (len(of_condition), len(of_body)), low)
-        self._join(condition.invars, [*of_condition, *carry])
-        self._join(body.invars, [*of_body, *carry])
-        for sources in (carry, body.outvars, condition.outvars * len(eqn.outvars)):
-            self._join(eqn.outvars, sources)
-
-    def iterations(self, body: Any, condition: Any, constants: tuple[int, int], low: bool) -> None:
-        """Adds the functions of a ``while``, and what one iteration gives the next; `constants`: of each function."""
-        for function, count in zip((condition, body), constants, strict=True):
-            self._join(function.invars[count:], body.outvars)
-            self._visit(function, low)
-
-
-_CALLS = frozenset(
-    ("call", "checkpoint", "composite", "custom_jvp", "custom_vjp", "custom_vmap", "linear_call", "shard_map")
-)
+        if node.inside and (inside := inside_of(eqn)).jaxprs:
+            low = low and not (kind == "while" and ends_by_floats(eqn, self._policy, low_carry=self._low_carry))
+            for value, held in (*inside.holds, *itertools.product(eqn.outvars, inside.deciding)):
+                self.sources[value].append(held)
+            for jaxpr in inside.jaxprs:
+                self.add(jaxpr, low)
+            return
+        self.sources.update((variable, list(node.reads)) for variable in eqn.outvars)
+        if low and runs_low(eqn, self._policy):
+            self.low.update(eqn.outvars)
+        if kind == "conversion" or node.row.exact:
+            compared = (v for v in eqn.outvars if kind == "conversion" or v.aval.dtype == np.bool_)
+            self.comparisons.update(itertools.filterfalse(_is_float, compared))

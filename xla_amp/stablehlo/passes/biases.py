@@ -10,6 +10,7 @@ from typing import Any
 
 from xla_amp.policy import beside_low
 from xla_amp.policy.beside_low import Axes, Shape
+from xla_amp.policy.value_graph import settled
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, CastNode
 
@@ -30,19 +31,12 @@ def biases(graph: CastGraph) -> set[tuple[int, int]]:
 
 def _given(graph: CastGraph) -> set[int]:
     """Nodes that hold arguments of the program and constants, moved but not computed with."""
-    nodes = graph.nodes
     found = {
         number
-        for number, node in enumerate(nodes)
+        for number, node in enumerate(graph.nodes)
         if node.outputs and (node.structure == "constant" or (node.boundary and node.writes) or node.moves)
     }
-    todo = list(found)
-    while todo:
-        number = todo.pop()
-        if number in found and not all(graph.producer[slot] in found for slot in nodes[number].inputs):
-            found.discard(number)
-            todo.extend(user for slot in nodes[number].outputs for user in graph.users[slot])
-    return found
+    return settled(found, lambda number, given: given.issuperset(graph.before(number)), graph.after)
 
 
 def _followed(

@@ -170,6 +170,14 @@ class CastGraph:
         """The number of a node among `nodes`."""
         return self._index[node]
 
+    def before(self, number: int) -> list[int]:
+        """Numbers of the nodes whose values a node reads."""
+        return [self.producer[slot] for slot in self.nodes[number].inputs]
+
+    def after(self, number: int) -> list[int]:
+        """Numbers of the nodes that read a node's values."""
+        return [user for slot in self.nodes[number].outputs for user in self.users[slot]]
+
     def _add(self, node: CastNode) -> CastNode:
         self._index[node] = len(self.nodes)
         self.nodes.append(node)

@@ -26,8 +26,8 @@ from typing import Any, Final
 import numpy as np
 
 from xla_amp.policy import beside_low
-from xla_amp.policy.loop_ends import reached
 from xla_amp.policy.policy import ENDS_BY_FLOATS
+from xla_amp.policy.value_graph import cycles, reached, settled
 from xla_amp.stablehlo import constants
 from xla_amp.stablehlo.passes.biases import biases
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, CastNode
@@ -177,11 +177,9 @@ class Propagation:
             if node.near_one in ("read", "divided"):
                 read += [each.slot for each in node.operands if node.near_one == "read" or each.position == 1]
 
-        def maker(slot: int) -> tuple[int, beside_low.NearOne, list[int]]:
-            number = self.producer[slot]
-            return number, self.nodes[number].near_one, self.nodes[number].inputs
-
-        for node in filter(self._free, map(self.nodes.__getitem__, beside_low.near_one(read, maker))):
+        makers = [self.nodes[number] for number in self.producer]
+        found = beside_low.near_one(read, lambda slot: makers[slot].near_one, lambda slot: makers[slot].inputs)
+        for node in filter(self._free, (makers[slot] for slot in found)):
             node.keep_reason = node.why = "a logarithm, a root or a divisor reads how near its result is to 1"
 
     def _deny_forward(self) -> None:
@@ -205,8 +203,7 @@ class Propagation:
         """Free nodes reachable from `sources` forward (backward) through free nodes of the colours `through`."""
 
         def near(number: int) -> list[int]:
-            users = (user for slot in self.nodes[number].outputs for user in self.users[slot])
-            found = users if forward else self._sources(number)
+            found = self.graph.after(number) if forward else self.graph.before(number)
             return [each for each in found if self.nodes[each].colour in through and self._free(self.nodes[each])]
 
         return reached((each for source in sources for each in near(source)), near)
@@ -214,7 +211,11 @@ class Propagation:
     # Phase 2.
 
     def _running_sums(self) -> None:
-        for cycle in _cycles(self.nodes, self.users):
+        def others(numbers: Iterable[int]) -> list[int]:
+            return [number for number in numbers if self.nodes[number].colour != "allow"]
+
+        graph, numbers = self.graph, range(len(self.nodes))
+        for cycle in cycles(others(numbers), lambda n: others(graph.after(n)), lambda n: others(graph.before(n))):
             members = [self.nodes[number] for number in cycle]
             if any(node.colour in (*_ROUNDS, "deny") for node in members):
                 for node in members:
@@ -224,10 +225,9 @@ class Propagation:
     # Phase 3.
 
     def _exact_reads(self, allowed: list[int]) -> None:
-        # The nodes that may round what they read, and those that pass it on to them.
-        start = (number for number, node in enumerate(self.nodes) if not self._passes(node) and not _is_exact(node))
-        through = reached(start, lambda number: filter(lambda n: self._passes(self.nodes[n]), self._sources(number)))
-        rounded = {slot for number in through for slot in self.nodes[number].inputs}
+        read = [slot for node in self.nodes if not (self._passes(node) or _is_exact(node)) for slot in node.inputs]
+        makers = [self.nodes[number] for number in self.producer]
+        rounded = reached(read, lambda slot: makers[slot].inputs if self._passes(makers[slot]) else ())
         for number in allowed:
             if self.nodes[number].structure == "contraction":
                 self.wide.update(slot for slot in self.nodes[number].outputs if slot not in rounded)
@@ -242,15 +242,7 @@ class Propagation:
 
     def _make_low(self, chosen: set[int], why: str, *, exact: bool) -> None:
         # Lowers the largest subset of `chosen` in which every node reads low; with `exact`, without loss of precision.
-        todo = [number for number in chosen if not self._all_operands_low(number, chosen, exact)]
-        while todo:
-            number = todo.pop()
-            if number in chosen:
-                chosen.discard(number)
-                for slot in self.nodes[number].outputs:
-                    todo.extend(
-                        n for n in self.users[slot] if n in chosen and not self._all_operands_low(n, chosen, exact)
-                    )
+        chosen = settled(chosen, lambda number, left: self._all_operands_low(number, left, exact), self.graph.after)
         for number in chosen:
             self.nodes[number].low, self.nodes[number].why = True, why
 
@@ -285,17 +277,7 @@ class Propagation:
         chosen = {
             n for n, node in enumerate(self.nodes) if node.upstream and node.colour == "clear" and self._free(node)
         }
-        chosen = {n for n in chosen if self.nodes[n].outputs}
-        todo = [number for number in chosen if not self._all_users_low(number, chosen)]
-        while todo:
-            number = todo.pop()
-            if number not in chosen:
-                continue
-            chosen.discard(number)
-            for slot in self.nodes[number].inputs:
-                source = self.producer[slot]
-                if source in chosen and not self._all_users_low(source, chosen):
-                    todo.append(source)
+        chosen = settled(chosen, self._all_users_low, self.graph.before)
         # A loop without outside readers would justify itself.
         rooted = self._reach((n for n, node in enumerate(self.nodes) if node.low), forward=False, through=("clear",))
         for number in chosen & rooted:
@@ -303,23 +285,19 @@ class Propagation:
             node.low, node.why = True, "only low operations read it"
 
     def _all_users_low(self, number: int, chosen: set[int]) -> bool:
-        users = [user for slot in self.nodes[number].outputs for user in self.users[slot]]
+        users = self.graph.after(number)
         return bool(users) and all(self.nodes[user].low or user in chosen for user in users)
 
     # Phase 6.
 
     def _accumulator_results(self, allowed: list[int]) -> None:
-        feeding = reached((each for number in allowed for each in self._sources(number)), self._sources)
+        feeding = reached((each for number in allowed for each in self.graph.before(number)), self.graph.before)
         for number in allowed:
             node = self.nodes[number]
             if node.structure == "contraction" and number not in feeding:
                 for slot in node.outputs:
                     if not any(self.nodes[user].low for user in self.users[slot]):
                         self.wide.add(slot)
-
-    def _sources(self, number: int) -> list[int]:
-        """The nodes whose values a node reads."""
-        return [self.producer[slot] for slot in self.nodes[number].inputs]
 
     def _explain(self, between: set[int]) -> None:
         for number, node in enumerate(self.nodes):
@@ -340,54 +318,3 @@ def _sums_nothing(node: CastNode) -> bool:
 
 def _is_exact(node: CastNode) -> bool:
     return node.op_class is not None and node.op_class.exact and node.colour == "clear"
-
-
-def _cycles(nodes: list[CastNode], users: list[list[int]]) -> list[list[int]]:
-    """Strongly connected components of more than one node, in the graph without its allow operations.
-
-    Tarjan 1972, without recursion.
-    """
-    count = len(nodes)
-    order, lowest, on_stack = [-1] * count, [0] * count, [False] * count
-    stack: list[int] = []
-    found: list[list[int]] = []
-    clock = 0
-    for root in range(count):
-        if order[root] >= 0 or nodes[root].colour == "allow":
-            continue
-        work = [(root, iter(_after(nodes, users, root)))]
-        order[root] = lowest[root] = clock
-        clock += 1
-        stack.append(root)
-        on_stack[root] = True
-        while work:
-            number, rest = work[-1]
-            following = next(rest, None)
-            if following is not None:
-                if order[following] < 0:
-                    order[following] = lowest[following] = clock
-                    clock += 1
-                    stack.append(following)
-                    on_stack[following] = True
-                    work.append((following, iter(_after(nodes, users, following))))
-                elif on_stack[following]:
-                    lowest[number] = min(lowest[number], order[following])
-                continue
-            work.pop()
-            if work:
-                lowest[work[-1][0]] = min(lowest[work[-1][0]], lowest[number])
-            if lowest[number] == order[number]:
-                part: list[int] = []
-                while True:
-                    member = stack.pop()
-                    on_stack[member] = False
-                    part.append(member)
-                    if member == number:
-                        break
-                if len(part) > 1:
-                    found.append(part)
-    return found
-
-
-def _after(nodes: list[CastNode], users: list[list[int]], number: int) -> list[int]:
-    return [user for slot in nodes[number].outputs for user in users[slot] if nodes[user].colour != "allow"]
