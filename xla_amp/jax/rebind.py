@@ -1,7 +1,7 @@
-"""Evaluate jaxprs equation by equation; bind primitives that contain jaxprs again, or evaluate them.
+"""Evaluate jaxprs equation by equation; bind primitives that contain jaxprs again.
 
-The table at the end is the only code that knows how the parameters, operands and results of such a primitive follow
-from what is inside.  What is inside may take further operands and return further results:
+The table at the end knows how the parameters, operands and results of such a primitive follow from what is inside.
+What is inside may take further operands and return further results:
 
 ===================  ============================  ====================================
 kind                 further operands              further results
@@ -18,16 +18,12 @@ The constants of the new jaxprs become operands where the primitive has no other
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.extend.linear_util import wrap_init
 from jax.sharding import PartitionSpec
 
@@ -145,21 +141,10 @@ class Rebinding(NamedTuple):
         return compat.bind(self.eqn.primitive, operands, {**self.eqn.params, **params, **self.changed})
 
 
-class Evaluating(NamedTuple):
-    """A primitive that is evaluated jaxpr by jaxpr."""
-
-    params: Mapping[str, Any]
-    operands: list[Any]
-    run: Callable[[Any, Sequence[Any]], list[Any]]
-    """A jaxpr and its arguments to its results."""
-    iteration: Callable[[int, str], AbstractContextManager[Any]]
-    """A context for an iteration of a loop: its number, and what runs."""
-
-
 def bind(eqn: Any, operands: Sequence[Any], insides: Sequence[Any], further: int = 0, **changed: Any) -> list[Any]:
     """Binds the primitive of an equation with others inside; the arguments are those of `Rebinding`."""
     new = Rebinding(eqn, list(operands), tuple(insides), further, changed)
-    return BINDINGS[info(eqn.primitive.name).kind].bind(new)
+    return BINDINGS[info(eqn.primitive.name).kind](new)
 
 
 def _bind_call(new: Rebinding) -> list[Any]:
@@ -174,33 +159,11 @@ def _bind_call(new: Rebinding) -> list[Any]:
     return new.bind([*consts, *new.operands], params | compat.with_entries(given, len(consts), further, new.further))
 
 
-def _evaluate_call(given: Evaluating) -> list[Any]:
-    return given.run(inner(given.params), given.operands)
-
-
 def _bind_scan(new: Rebinding) -> list[Any]:
     (body,), given = new.insides, new.eqn.params
     constants = compat.scan_counts(given)[0] + len(new.operands) - len(new.eqn.invars) + len(body.consts)
     params = compat.scan_params(given, _with_constants_as_arguments(body), constants)
     return new.bind([*body.consts, *new.operands], params)
-
-
-def _evaluate_scan(given: Evaluating) -> list[Any]:
-    body, length = given.params["jaxpr"], given.params["length"]
-    consts, carry, xs = scanned(given.params, given.operands)
-    carried = len(carry)
-    rows: list[list[Any]] = []
-    for number in range(length)[:: -1 if given.params["reverse"] else 1]:
-        slices = [lax.dynamic_index_in_dim(x, number, 0, keepdims=False) for x in xs]
-        with given.iteration(number, "scan"):
-            outs = given.run(body, [*consts, *carry, *slices])
-        carry = outs[:carried]
-        rows.append(outs[carried:])
-    if given.params["reverse"]:
-        rows.reverse()
-    if not length:
-        return [*carry, *(jnp.empty((0, *aval.shape), aval.dtype) for aval in body.out_avals[carried:])]
-    return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]
 
 
 def _bind_while(new: Rebinding) -> list[Any]:
@@ -217,27 +180,6 @@ def _bind_while(new: Rebinding) -> list[Any]:
     return new.bind([*condition.consts, *of_condition, *body.consts, *others], params)
 
 
-def _evaluate_while(given: Evaluating) -> list[Any]:
-    condition, body, carry = looped(given.params, given.operands)
-    for number in itertools.count():
-        with given.iteration(number, "while (its condition)"):
-            (proceed,) = given.run(given.params["cond_jaxpr"], [*condition, *carry])
-        lanes = np.ndim(proceed)  # under `jax.vmap` each has its own condition
-        if not (proceed.any() if lanes else proceed):
-            break
-        with given.iteration(number, "while"):
-            outs = given.run(given.params["body_jaxpr"], [*body, *carry])
-        carry = [_select(proceed, new, old) for new, old in zip(outs, carry, strict=True)] if lanes else outs
-    return carry
-
-
-def _select(lanes: Any, new: Any, old: Any) -> Any:
-    select = lax.select
-    for _ in range(np.ndim(lanes)):
-        select = jax.vmap(select)
-    return select(lanes, new, old)
-
-
 def _bind_cond(new: Rebinding) -> list[Any]:
     index, *rest = new.operands
     consts: dict[Any, Any] = {}
@@ -245,11 +187,6 @@ def _bind_cond(new: Rebinding) -> list[Any]:
         consts.update(zip(branch.jaxpr.constvars, branch.consts, strict=True))
     branches = tuple(compat.ClosedJaxpr(compat.without_constants(branch, consts), ()) for branch in new.insides)
     return new.bind([index, *consts.values(), *rest], {"branches": branches})
-
-
-def _evaluate_cond(given: Evaluating) -> list[Any]:
-    branches, (index, *rest) = given.params["branches"], given.operands
-    return given.run(branches[min(max(int(index), 0), len(branches) - 1)], rest)
 
 
 def _with_constants_as_arguments(traced: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
@@ -271,14 +208,11 @@ def _bind_custom(new: Rebinding) -> list[Any]:
 
 def _bind_shard_map(new: Rebinding) -> list[Any]:
     (function,) = new.insides
-    return _sharded(new.eqn.params, new.operands, function)
+    return sharded(new.eqn.params, new.operands, function)
 
 
-def _evaluate_shard_map(given: Evaluating) -> list[Any]:
-    return _sharded(given.params, given.operands, lambda *values: given.run(inner(given.params), values))
-
-
-def _sharded(params: Mapping[str, Any], operands: Sequence[Any], function: Callable[..., list[Any]]) -> list[Any]:
+def sharded(params: Mapping[str, Any], operands: Sequence[Any], function: Callable[..., list[Any]]) -> list[Any]:
+    """The results of a ``shard_map`` with another function for the values of one device, and further ones stacked."""
     out_specs = tuple(params["out_specs"])
 
     def of_one_device(*values: Any) -> tuple[Any, ...]:
@@ -302,24 +236,14 @@ def manual_axes(params: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(params["newly_manual_axes"] or params["mesh"].shape)
 
 
-class _Binding(NamedTuple):
-    """How the primitives of a kind contain jaxprs."""
-
-    bind: Callable[[Rebinding], list[Any]]
-    evaluate: Callable[[Evaluating], list[Any]]
-    """Their results, evaluated on concrete values."""
-
-
-BINDINGS: Final[Mapping[str | None, _Binding]] = MappingProxyType(
+BINDINGS: Final[Mapping[str | None, Callable[[Rebinding], list[Any]]]] = MappingProxyType(
     {
-        **dict.fromkeys(
-            ("call", "checkpoint", "composite", "custom_vmap", "linear_call"), _Binding(_bind_call, _evaluate_call)
-        ),
-        **dict.fromkeys(("custom_jvp", "custom_vjp"), _Binding(_bind_custom, _evaluate_call)),
-        "cond": _Binding(_bind_cond, _evaluate_cond),
-        "scan": _Binding(_bind_scan, _evaluate_scan),
-        "shard_map": _Binding(_bind_shard_map, _evaluate_shard_map),
-        "while": _Binding(_bind_while, _evaluate_while),
+        **dict.fromkeys(("call", "checkpoint", "composite", "custom_vmap", "linear_call"), _bind_call),
+        **dict.fromkeys(("custom_jvp", "custom_vjp"), _bind_custom),
+        "cond": _bind_cond,
+        "scan": _bind_scan,
+        "shard_map": _bind_shard_map,
+        "while": _bind_while,
     }
 )
-"""For each `PrimitiveKind` of `xla_amp.jax.primitives` whose primitives contain jaxprs: how."""
+"""`PrimitiveKind` of `xla_amp.jax.primitives` -> how its primitives, which contain jaxprs, are bound again."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import jax
@@ -223,7 +225,7 @@ class _Watch:
         row = info(primitive.name)
         if row.kind in rebind.BINDINGS:
             try:
-                return rebind.BINDINGS[row.kind].evaluate(rebind.Evaluating(params, operands, self.run, self.iteration))
+                return _INSIDE.get(row.kind, _call)(self, params, operands)
             except jax.errors.ConcretizationTypeError:
                 self._only_results(primitive, ": devices may take different ways in it")
             except NotImplementedError as error:
@@ -277,6 +279,64 @@ class _Watch:
             location=self._location(),
             iteration=", ".join(self._loops),
         )
+
+
+def _call(watch: _Watch, params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
+    return watch.run(rebind.inner(params), operands)
+
+
+def _cond(watch: _Watch, params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
+    branches, (index, *rest) = params["branches"], operands
+    return watch.run(branches[min(max(int(index), 0), len(branches) - 1)], rest)
+
+
+def _scan(watch: _Watch, params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
+    body, length = params["jaxpr"], params["length"]
+    consts, carry, xs = rebind.scanned(params, operands)
+    carried = len(carry)
+    rows: list[list[Any]] = []
+    for number in range(length)[:: -1 if params["reverse"] else 1]:
+        slices = [jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False) for x in xs]
+        with watch.iteration(number, "scan"):
+            outs = watch.run(body, [*consts, *carry, *slices])
+        carry = outs[:carried]
+        rows.append(outs[carried:])
+    if params["reverse"]:
+        rows.reverse()
+    if not length:
+        return [*carry, *(jnp.empty((0, *aval.shape), aval.dtype) for aval in body.out_avals[carried:])]
+    return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]
+
+
+def _shard_map(watch: _Watch, params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
+    return rebind.sharded(params, operands, lambda *values: watch.run(rebind.inner(params), values))
+
+
+def _while(watch: _Watch, params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
+    condition, body, carry = rebind.looped(params, operands)
+    for number in itertools.count():
+        with watch.iteration(number, "while (its condition)"):
+            (proceed,) = watch.run(params["cond_jaxpr"], [*condition, *carry])
+        lanes = np.ndim(proceed)  # under `jax.vmap` each has its own condition
+        if not (proceed.any() if lanes else proceed):
+            break
+        with watch.iteration(number, "while"):
+            outs = watch.run(params["body_jaxpr"], [*body, *carry])
+        carry = [_select(proceed, new, old) for new, old in zip(outs, carry, strict=True)] if lanes else outs
+    return carry
+
+
+def _select(lanes: Any, new: Any, old: Any) -> Any:
+    select = jax.lax.select
+    for _ in range(np.ndim(lanes)):
+        select = jax.vmap(select)
+    return select(lanes, new, old)
+
+
+_INSIDE: Final[Mapping[str | None, Callable[[_Watch, Mapping[str, Any], Sequence[Any]], list[Any]]]] = MappingProxyType(
+    {"cond": _cond, "scan": _scan, "shard_map": _shard_map, "while": _while}
+)
+"""Kind of primitive -> its results, jaxpr by jaxpr; the others run their one jaxpr."""
 
 
 def _operation(primitive: Any) -> str:
