@@ -314,7 +314,8 @@ def test_a_training_and_its_evaluation_have_few_programs(tmp_path: Path) -> None
     xla_amp.metrics.reset()
     trainer.train()
     trained = xla_amp.metrics()["compilations"]
-    assert trained == len(shapes) + 2  # the mean of the losses that is logged, and their reset
+    # Two are the mean of the losses that is logged, and their reset; another test may have compiled these.
+    assert len(shapes) <= trained <= len(shapes) + 2
     shapes.clear()
     trainer.evaluate()
     assert xla_amp.metrics()["compilations"] == trained + len(shapes) <= 10
