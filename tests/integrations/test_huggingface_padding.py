@@ -314,8 +314,8 @@ def test_a_training_and_its_evaluation_have_few_programs(tmp_path: Path) -> None
     xla_amp.metrics.reset()
     trainer.train()
     trained = xla_amp.metrics()["compilations"]
-    # Two are the mean of the losses that is logged, and their reset; another test may have compiled these.
-    assert len(shapes) <= trained <= len(shapes) + 2
+    # Beside them: the mean of the losses that is logged, their reset, and after an earlier training the first step.
+    assert len(shapes) <= trained <= len(shapes) + 4
     shapes.clear()
     trainer.evaluate()
     assert xla_amp.metrics()["compilations"] == trained + len(shapes) <= 10
