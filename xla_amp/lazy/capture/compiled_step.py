@@ -190,8 +190,9 @@ class Compiled(Generic[_Arguments, _Result]):
         return self if instance is None else types.MethodType(self, instance)  # which has `replays` and `reset`, too
 
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        # The last three see all operations, of which a replay has none.
-        watched = events.decided.listeners or execute.flush_begins.listeners or torch._C._len_torch_dispatch_stack()
+        # These see all operations, of which a replay has none.
+        listened = events.decided.listeners or execute.flush_nears.listeners or execute.flush_begins.listeners
+        watched = listened or torch._C._len_torch_dispatch_stack()
         if self._given_up or trace.eager or watched:
             return self._step(*args, **kwargs)
         if not self._cache:

@@ -39,7 +39,6 @@ class Target(NamedTuple):
 
     buffer: Reference
     spec: Spec
-    number: int
     position: int | None
     """That had this buffer before the call, too."""
     is_new: bool
@@ -111,8 +110,8 @@ class Recording:
         self._written = set(map(ref, run.targets))
         inputs = set(map(id, run.parameters))
         self.computed = [
-            Target(ref(each), each.spec, number, self._origins.get(ref(each)), is_new)
-            for each, number, is_new in zip(run.targets, run.key.wanted, run.is_new, strict=True)
+            Target(ref(each), each.spec, self._origins.get(ref(each)), is_new)
+            for each, is_new in zip(run.targets, run.is_new, strict=True)
             if id(each) not in inputs
         ]
         new = {target.buffer: ~at for at, target in enumerate(self.computed) if target.is_new}

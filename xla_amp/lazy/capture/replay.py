@@ -1,28 +1,30 @@
-"""Repeat a recorded call: write the integers that it recorded to the trace, flush, and bind what the call binds.
+"""Repeat a recorded call: run its program from the present values, and bind what the call binds.
 
-The trace is what the step would have recorded: the same code, the buffers that its inputs have now, Python numbers and
-random streams as they are now, and a buffer for each value that the call leaves.  So the flush finds the same program,
-and everything that a flush does (meshes, memory, failures, waiting) is as after a recorded call.
+What runs is what the step would have recorded: the same code, the buffers that its inputs have now, Python numbers and
+random streams as they are now, and a buffer for each value that the call leaves.  It runs by the function that a flush
+runs the trace by, so all that a flush does (meshes, memory, failures, waiting) is as after a recorded call.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from xla_amp.backends.trees import tree_flatten, tree_unflatten
 from xla_amp.lazy.capture.recording import Origin, Recording, Source, Target
 from xla_amp.lazy.capture.state import Snapshot
-from xla_amp.lazy.capture.values import NotReplayableError, Slot, view
+from xla_amp.lazy.capture.values import NotReplayableError, view
 from xla_amp.lazy.graph.tape import nodes
-from xla_amp.lazy.graph.trace import Buffer, Poisoned, instructions, trace
-from xla_amp.lazy.programs import execute, memory_layout
+from xla_amp.lazy.graph.trace import Buffer, Poisoned, instructions
+from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.torch_integration import generator
 
@@ -76,55 +78,53 @@ class Replay:
         slots = {at: state.at(at)[2] for at in self._bindings}
         tensors = ((at, state.at(at)[0]) for at in self._moved)
         moved = {at: tensor for at, tensor in tensors if tensor is not None}
-        computed = self._fill(state, slots) if len(moved) == len(self._moved) else None
-        if computed is None:
+        parameters = self._parameters(state.buffers)
+        if parameters is None or len(moved) < len(self._moved):
             return None
+        computed = [_output(target, state.buffers) for target in self._recorded.computed]
+        numbers = state.numbers
+        state.release()
+        for at in self._unbound:
+            slots[at].put(None)
         make = _maker(moved, computed)
         try:
-            seed, offset = generator.state()
-            execute.flush(self._recorded.run.key.spent)
-            if self._draws:
-                generator.set_state(seed, offset + self._draws)
+            execute.run_program(self._execution(parameters, computed, numbers))
         finally:
             for at, origin in self._bindings.items():
                 if origin is not None:
                     slots[at].put(make(origin))
         return (self._returned(make),)
 
-    def _fill(self, state: Snapshot, slots: dict[int, Slot]) -> list[Buffer] | None:
-        """Writes the call to the empty trace; returns the buffers of what it computes.
-
-        A separate function: a variable that holds a parameter at the flush would count as a tensor that does.
-        """
-        run, buffers = self._recorded.run, state.buffers
+    def _parameters(self, buffers: Sequence[Buffer | None]) -> list[Buffer] | None:
+        """The buffers of the inputs; None if one is missing, or has no value."""
+        inputs = self._recorded.run.inputs
         found = [None if at is None else buffers[at] for at in self._positions]
         for index in self._special:
-            found[index] = _input(run.inputs[index], buffers)
+            found[index] = _input(inputs[index], buffers)
         parameters = [buffer for buffer in found if buffer is not None]
         if len(parameters) < len(found) or {type(None), Poisoned}.intersection(map(type, map(_array, parameters))):
             return None
-        computed = [_output(target, buffers) for target in self._recorded.computed]
-        floats = list(run.floats)
-        for index, number in self.options.items():
-            floats[index] = state.numbers[number]
-        state.release()
-        for at in self._unbound:
-            slots[at].put(None)
-        del found, buffers
-        _unshare([parameters[index] for index in run.donated])
-        for buffer, number in zip(parameters, run.final_numbers, strict=True):
-            buffer.number = number
-        trace.parameters.extend(parameters)
-        trace.parameter_numbers.extend(run.numbers)
-        trace.computed.extend(map(weakref.ref, computed))
+        return parameters
+
+    def _execution(self, parameters: list[Buffer], computed: list[Buffer], numbers: Sequence[Any]) -> execute.Execution:
+        run = self._recorded.run
         instructions.update(self._instructions)
-        trace.code.extend(run.key.code)
-        trace.count = run.count
-        trace.floats.extend(floats)
-        trace.ints.extend(run.ints)
+        floats = np.array(run.floats, np.float64)
+        for index, number in self.options.items():
+            floats[index] = numbers[number]
         seed, offset = generator.state()
-        trace.streams.extend((seed, offset + at) if s is None else (s, at) for s, at in self._streams)
-        return computed
+        streams = [(seed, offset + at) if s is None else (s, at) for s, at in self._streams]
+        return execute.Execution(
+            key=run.key,
+            parameters=parameters,
+            numbers=run.numbers,
+            targets=[*map(parameters.__getitem__, run.overwritten), *computed],
+            overwritten=len(run.overwritten),
+            floats=floats,
+            ints=np.array([*itertools.chain.from_iterable(streams), *run.ints], np.int64),
+            streams=len(streams),
+            draws=self._draws,
+        )
 
     def _check_holders(self) -> None:
         """Raises, before the first replay, if an object that is no state has a tensor that the call computed."""
@@ -160,17 +160,7 @@ def _input(source: Source, buffers: Sequence[Buffer | None]) -> Buffer | None:
 def _output(target: Target, buffers: Sequence[Buffer | None]) -> Buffer:
     """The buffer that gets a value: the one at its position, another that had a value before, or a new one."""
     found = buffers[target.position] if target.position is not None else None if target.is_new else target.buffer()
-    buffer = found or Buffer(target.spec)
-    buffer.number = target.number
-    return buffer
+    return found or Buffer(target.spec)
 
 
 _array = attrgetter("array")
-
-
-def _unshare(buffers: list[Buffer]) -> None:
-    """Copies arrays that others hold too, such as a copy of a weight: the program takes their memory."""
-    counts = execute.reference_counts(list(map(_array, buffers)))
-    for buffer, count in zip(buffers, counts, strict=True):
-        if count > execute.ALONE + 1:  # its buffer's
-            buffer.store(memory_layout.copy(buffer.array))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from xla_amp.lazy.programs import (
     program_cache,
     recompile_reasons,
 )
-from xla_amp.lazy.programs.compile import NO_SHARDINGS, Key, Shardings, XlaProgram, build
+from xla_amp.lazy.programs.compile import Key, Shardings, XlaProgram, build
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.torch_integration import forks, generator
 from xla_amp.lowering import forms
@@ -65,11 +66,8 @@ def program_ran() -> None:
     """After the results of a program were stored."""
 
 
-def flush(spent: tuple[int, ...] | None = None) -> None:
+def flush() -> None:
     """Runs the trace asynchronously, and starts an empty one; does nothing if nothing was recorded.
-
-    Args:
-        spent: parameters whose arrays the program takes, which nothing else holds; None finds them.
 
     Raises:
         StepFailedError: an operation could not be lowered, or XLA rejected the program.  New tensors that do not depend
@@ -79,7 +77,7 @@ def flush(spent: tuple[int, ...] | None = None) -> None:
     forks.check()
     with trace.lock:
         if trace.code:
-            _run(spent)
+            run_program(_recorded())
 
 
 def run_at_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,35 +149,53 @@ def clear_programs() -> None:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
-class _Flush:
-    """One run of the trace: what it reads and writes, its program, and what that returned."""
+class Execution:
+    """One run of a program: what it reads and writes, and what it returned."""
 
+    key: Key
     parameters: list[Buffer]
-    arrays: list[Any]
-    """Of the parameters."""
-    held: list[bool]
-    """Which parameters a storage has, so that their buffers can still be read."""
+    numbers: Sequence[int]
+    """Number in the trace of the value of each parameter."""
     targets: list[Buffer]
-    """Buffers that get a value: overwritten parameters first and in order, then what is computed.
+    """Buffers that get the values that `key` wants: overwritten parameters first and in order, then what is computed.
 
     JAX pairs the n-th donated input of a spec with its n-th output, so that a weight's new value is written to the old
     one's memory.
     """
     overwritten: int
     """How many of the targets are overwritten parameters."""
-    key: Key | None = None
+    floats: np.ndarray[Any, Any]
+    ints: np.ndarray[Any, Any]
+    """The words of the streams, then the lifted integers."""
+    streams: int
+    """Count of (seed, offset) pairs, which precede the ints."""
+    draws: int
+    """Random operations."""
+    held: Sequence[bool] | None = None
+    """Which parameters a storage has, so that their buffers can still be read; None if `key` is complete (a replay)."""
+    arrays: list[Any] = dataclasses.field(default_factory=list)
+    """Of the parameters."""
     program: XlaProgram | None = None
     is_new: bool = False
     """Whether the program was built for this run."""
     repeats: bool = False
-    """Whether the flush before ran the same program."""
+    """Whether the run before had the same program."""
     outputs: list[Any] = dataclasses.field(default_factory=list)
 
 
-def _run(spent: tuple[int, ...] | None) -> None:
-    run = _prepare()
+def run_program(run: Execution) -> None:
+    """Runs a program and stores its results; the caller holds the trace's lock.
+
+    The trace, which is empty or what runs, is empty afterwards.
+
+    Raises:
+        StepFailedError: as of `flush`.
+    """
+    if run.held is None and mesh.active is not None:
+        mesh.move_to_mesh(run.parameters)
+    run.arrays = [buffer.array for buffer in run.parameters]
     try:
-        _choose(run, spent)
+        _choose(run)
         with private_api.x64():
             _launch(run)
     except BaseException as error:
@@ -190,12 +206,12 @@ def _run(spent: tuple[int, ...] | None) -> None:
     _commit(run)
 
 
-def _prepare() -> _Flush:
+def _recorded() -> Execution:
     """Reads the trace; no value changes."""
     flush_nears()
+    parameters = trace.parameters
     if mesh.active is not None:
-        mesh.move_to_mesh(trace.parameters)
-    parameters, arrays = trace.parameters, [buffer.array for buffer in trace.parameters]
+        mesh.move_to_mesh(parameters)
     held = [count > ALONE for count in reference_counts(parameters)]
     computed = [buffer for reference in trace.computed if (buffer := reference()) is not None and buffer.number >= 0]
     overwritten = [
@@ -205,32 +221,54 @@ def _prepare() -> _Flush:
     ]
     flush_begins(parameters, held)
     targets = overwritten + computed
-    return _Flush(parameters=parameters, arrays=arrays, held=held, targets=targets, overwritten=len(overwritten))
+    return Execution(
+        key=Key(code=tuple(trace.code), wanted=tuple(buffer.number for buffer in targets), spent=()),
+        parameters=parameters,
+        numbers=trace.parameter_numbers,
+        targets=targets,
+        overwritten=len(overwritten),
+        floats=np.array(trace.floats, np.float64),
+        ints=_ints(),
+        streams=len(trace.streams) or 1,
+        draws=trace.draws,
+        held=held,
+    )
 
 
-def _choose(run: _Flush, spent: tuple[int, ...] | None) -> None:
-    """Finds the program of the trace, None if it has to be built."""
-    key = _key(run, _spent(run) if spent is None else spent)
+def _ints() -> np.ndarray[Any, Any]:
+    return np.array(
+        [*(word for stream in trace.streams or [generator.stream()] for word in stream), *trace.ints], np.int64
+    )
+
+
+def _choose(run: Execution) -> None:
+    """Finds the program, None if it has to be built."""
+    if mesh.is_partitioned():
+        placements = tuple(map(mesh.placement_of, run.parameters))
+        shardings = Shardings(placements, mesh.output_shardings(run.targets, run.overwritten))
+        run.key = dataclasses.replace(run.key, shardings=shardings)
+    if run.held is not None:
+        run.key = dataclasses.replace(run.key, spent=_spent(run, run.held))
     # Most steps repeat the step before, and comparing thousands of numbers costs less than hashing them.
     before, program = next(reversed(_programs.items()), (None, None))
-    run.repeats = before == key
+    run.repeats = before == run.key
     if not run.repeats:
-        program = _programs.get(key)
-        if program is None and not flush_begins.listeners and dynamic_ints.replace():
-            key = dataclasses.replace(key, code=tuple(trace.code))
-            program = _programs.get(key)
-        if program is None and spent is None and not flush_begins.listeners:
-            program = _donating_more(run, key)
-            key = key if program is None else program.key
-    run.key, run.program, run.is_new = key, program, program is None
+        program = _programs.get(run.key)
+        if program is None and run.held is not None and not flush_begins.listeners:
+            if dynamic_ints.replace():
+                run.key, run.ints = dataclasses.replace(run.key, code=tuple(trace.code)), _ints()
+                program = _programs.get(run.key)
+            program = program or _donating_more(run)
+    run.program, run.is_new = program, program is None
 
 
 _FEW: Final = 64
 """Bytes that a program may leave where it could have taken them."""
 
 
-def _donating_more(run: _Flush, key: Key) -> XlaProgram | None:
+def _donating_more(run: Execution) -> XlaProgram | None:
     """A program that differs only in the arrays that it takes: copies for it cost less than compiling another."""
+    key = run.key
     for other, program in reversed(_programs.items()):
         if dataclasses.replace(other, spent=key.spent) != key:
             continue
@@ -238,72 +276,65 @@ def _donating_more(run: _Flush, key: Key) -> XlaProgram | None:
         if sum(each.size * each.numpy_dtype.itemsize for each in left) <= _FEW and len(other.spent) > len(left):
             for index in set(other.spent).difference(key.spent):
                 run.arrays[index] = memory_layout.copy(run.arrays[index])
+            run.key = other
             return program
     return None
 
 
-def _key(run: _Flush, spent: tuple[int, ...]) -> Key:
-    parameters = run.parameters
-    shardings = NO_SHARDINGS
-    if mesh.is_partitioned():
-        shardings = Shardings(
-            tuple(map(mesh.placement_of, parameters)), mesh.output_shardings(run.targets, run.overwritten)
-        )
-    wanted = tuple(buffer.number for buffer in run.targets)
-    return Key(code=tuple(trace.code), wanted=wanted, spent=spent, shardings=shardings)
-
-
-def _launch(run: _Flush) -> None:
+def _launch(run: Execution) -> None:
     """Dispatches the program, which is built and compiled if it is new; call with 64-bit types enabled."""
-    floats, ints, streams = _numbers()
-    program = run.program = run.program or _build(run, streams)
+    program = run.program = run.program or _build(run)
+    if run.held is None:  # arrays that others hold too, such as a copy of a weight
+        counts = reference_counts(run.arrays)
+        for index in [index for index in program.donated if counts[index] != ALONE + 1]:
+            run.arrays[index] = memory_layout.copy(run.arrays[index])
     for parameter, _, order in program.input_formats:
         run.arrays[parameter] = memory_layout.put(run.arrays[parameter], order)
         run.parameters[parameter].store(run.arrays[parameter])
     if not run.is_new:
-        run.outputs = execute(program, run.arrays, floats, ints)
+        run.outputs = execute(program, run.arrays, run.floats, run.ints)
         return
     try:
-        run.outputs = _first_run(run, program, floats, ints)
+        _first_run(run, program)
     except jax.errors.JaxRuntimeError as error:
         refused = forms.refuse(str(error))
         if not refused:
             raise
         events.warn(refused, KernelWarning)
-        run.program = _build(run, streams)
-        run.outputs = _first_run(run, run.program, floats, ints)
+        run.program = _build(run)
+        _first_run(run, run.program)
 
 
-def _build(run: _Flush, streams: int) -> XlaProgram:
-    assert run.key is not None  # noqa: S101  (`_choose`)
+def _build(run: Execution) -> XlaProgram:
     specs = [buffer.spec for buffer in run.parameters]
-    counts = len(trace.floats), len(trace.ints)
-    return build(run.key, trace.parameter_numbers, specs, counts, streams, pjrt.platform())
+    counts = len(run.floats), len(run.ints) - 2 * run.streams
+    return build(run.key, run.numbers, specs, counts, run.streams, pjrt.platform())
 
 
-def _first_run(run: _Flush, program: XlaProgram, floats: np.ndarray, ints: np.ndarray) -> list[Any]:
+def _first_run(run: Execution, program: XlaProgram) -> None:
     if program_admitted.listeners:
-        program_admitted(program, [*run.arrays, floats, ints])
-    return execute(program, run.arrays, floats, ints)
+        program_admitted(program, [*run.arrays, run.floats, run.ints])
+    run.outputs = execute(program, run.arrays, run.floats, run.ints)
 
 
-def _commit(run: _Flush) -> None:
+def _commit(run: Execution) -> None:
     """Stores the results in their buffers, empties the trace, counts, and tells the listeners."""
     key, program, arrays, outputs = run.key, run.program, run.arrays, run.outputs
-    assert key is not None and program is not None  # noqa: S101, PT018  (`_launch`)
+    assert program is not None  # noqa: S101  (`_launch`)
     if not run.is_new and not run.repeats:
         _programs.move_to_end(key)
     metrics.executions += 1
     metrics.operations += program.operations
     flush_ends(program, key.code, run.targets)
-    generator.advance(trace.draws)
-    for buffer, position in zip(run.targets, program.outputs, strict=True):
-        value = outputs[position] if position >= 0 else arrays[~position]
+    generator.advance(run.draws)
+    values = [outputs[position] if position >= 0 else arrays[~position] for position in program.outputs]
+    for buffer, value in zip(run.targets, values, strict=True):
         buffer.store(value)
-        if (known := trace.known.get(buffer.number)) is not None and dtypes.is_kept(known):
+    for number, value in zip(key.wanted, values, strict=True) if trace.known else ():
+        if (known := trace.known.get(number)) is not None and dtypes.is_kept(known):
             dtypes.keep(value, known)
     add_pending(functools.partial(_values_of, list(map(weakref.ref, run.targets))))
-    _forget(run.targets)
+    _forget(run)
     if run.is_new:
         if not pjrt.counts_memory():
             pjrt.live_bytes()
@@ -312,7 +343,7 @@ def _commit(run: _Flush) -> None:
     program_ran()
 
 
-def _abandon(run: _Flush, error: BaseException) -> BaseException:
+def _abandon(run: Execution, error: BaseException) -> BaseException:
     """Discards the trace after a failure, and returns what to raise.
 
     Values that do not depend on the operation that failed are still computed (`failed_step`); others are poisoned if
@@ -323,19 +354,12 @@ def _abandon(run: _Flush, error: BaseException) -> BaseException:
     rest = None
     try:
         if isinstance(error, Exception) and mesh.active is None:
-            rest = _rest(run.targets, run.arrays)
+            rest = _rest(run)
             if rest is not None and reason is not error:
                 reason = StepFailedError(rest.reason)
     finally:
-        _restore(run.targets, run.arrays, reason, rest)
+        _restore(run, reason, rest)
     return reason if isinstance(error, Exception) else error
-
-
-def _numbers() -> tuple[np.ndarray, np.ndarray, int]:
-    """The trace's lifted floats and ints, and how many (seed, offset) pairs precede the ints."""
-    streams = trace.streams or [generator.stream()]
-    ints = [*(word for stream in streams for word in stream), *trace.ints]
-    return np.array(trace.floats, np.float64), np.array(ints, np.int64), len(streams)
 
 
 def add_pending(results: Callable[[], list[Any]]) -> None:
@@ -370,49 +394,46 @@ def dispatch(program: XlaProgram, donated: list[Any], kept: list[Any], floats: A
     return outputs
 
 
-def _forget(targets: list[Buffer]) -> None:
-    for buffer in targets:
-        buffer.number = -1
-    for buffer in trace.parameters:
+def _forget(run: Execution) -> None:
+    for buffer in itertools.chain(run.targets, trace.parameters):
         buffer.number = -1
     trace.clear()
 
 
-def _rest(targets: list[Buffer], arrays: list[Any]) -> failed_step.Rest | None:
+def _rest(run: Execution) -> failed_step.Rest | None:
     """What does not depend on the operation that failed, if that can still be computed."""
-    if any(array.is_deleted() for array in arrays):
+    if any(array.is_deleted() for array in run.arrays):
         return None
-    key = Key(code=tuple(trace.code), wanted=tuple(buffer.number for buffer in targets), spent=())
-    floats, ints, streams = _numbers()
-    specs = [buffer.spec for buffer in trace.parameters]
+    key, numbers = dataclasses.replace(run.key, spent=()), (run.floats, run.ints)
+    specs = [buffer.spec for buffer in run.parameters]
     from xla_amp.lazy.steps import failed_step  # only a failure loads it
 
     try:
-        return failed_step.rest(key, trace.parameter_numbers, specs, arrays, (floats, ints), streams, pjrt.platform())
+        return failed_step.rest(key, run.numbers, specs, run.arrays, numbers, run.streams, pjrt.platform())
     except Exception:
         return None  # the first error is the one to report
 
 
-def _restore(targets: list[Buffer], arrays: list[Any], reason: XlaAmpError, rest: failed_step.Rest | None) -> None:
+def _restore(run: Execution, reason: XlaAmpError, rest: failed_step.Rest | None) -> None:
     """Discards the trace: stores what is left of it; poisons values that were not computed or were donated."""
-    for buffer, array in zip(trace.parameters, arrays, strict=True):
+    for buffer, array in zip(run.parameters, run.arrays, strict=True):
         if array.is_deleted():
             buffer.store(Poisoned(f"this tensor's memory was handed to a step that then failed: {reason}"))
     values, lost = (rest.values, rest.lost) if rest is not None else ({}, {})
-    written = [buffer for buffer in targets if buffer.array is not None]
-    contained = rest is not None and not any(buffer.number in lost for buffer in written)
-    for buffer in targets:
+    targets = list(zip(run.targets, run.key.wanted, strict=True))
+    contained = rest is not None and not any(buffer.array is not None and number in lost for buffer, number in targets)
+    for buffer, number in targets:
         old = buffer.array
-        if buffer.number in values and (contained or old is None):
-            buffer.store(values[buffer.number])
+        if number in values and (contained or old is None):
+            buffer.store(values[number])
         elif old is None:
-            origin = lost.get(buffer.number, reason)
+            origin = lost.get(number, reason)
             buffer.store(Poisoned(f"this tensor was to be computed by a step that failed: {origin}"))
     if values:
-        generator.advance(trace.draws)
+        generator.advance(run.draws)
     if isinstance(reason, StepFailedError):
         reason.contained = contained
-    _forget(targets)
+    _forget(run)
 
 
 def reference_counts(items: list[Any]) -> list[int]:
@@ -424,7 +445,7 @@ ALONE = reference_counts([object()])[0]
 """References of an item that only its list holds; how many `getrefcount` adds depends on the Python version."""
 
 
-def _spent(run: _Flush) -> tuple[int, ...]:
+def _spent(run: Execution, held: Sequence[bool]) -> tuple[int, ...]:
     """Parameters whose array can be donated: nothing else holds it, and the old value is not read again.
 
     Overwritten ones come first.  Otherwise a weight's new value would be written to the memory of a dropped gradient,
@@ -434,13 +455,13 @@ def _spent(run: _Flush) -> tuple[int, ...]:
     results = {buffer.spec for buffer in run.targets}
     array_counts = reference_counts(run.arrays)
     overwritten, dropped = [], []
-    for index, (buffer, number) in enumerate(zip(run.parameters, trace.parameter_numbers, strict=True)):
+    for index, (buffer, number) in enumerate(zip(run.parameters, run.numbers, strict=True)):
         if array_counts[index] != ALONE + 1 or buffer.spec not in results:
             continue
-        if buffer.number != number and run.held[index]:
+        if buffer.number != number and held[index]:
             overwritten.append(index)
-        elif not run.held[index]:
+        elif not held[index]:
             dropped.append(index)
     if mesh.is_partitioned():  # only an overwritten value has an output of the same sharding
-        dropped = [index for index in dropped if run.parameters[index].number != trace.parameter_numbers[index]]
+        dropped = [index for index in dropped if run.parameters[index].number != run.numbers[index]]
     return (*overwritten, *dropped)

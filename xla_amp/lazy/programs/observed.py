@@ -65,12 +65,8 @@ class Run:
     """The user's ``file:line`` that ended it."""
     key: Key = _NO_KEY
     """Of its program, once it has run."""
-    donated: tuple[int, ...] = ()
-    """Parameters whose memory its program took."""
-    count: int = 0
-    """Of its values."""
-    final_numbers: list[int] = dataclasses.field(default_factory=list)
-    """Number of the value that each parameter has at the end."""
+    overwritten: list[int] = dataclasses.field(default_factory=list)
+    """The parameters that are the first of the targets, in that order."""
     targets: list[Buffer] = dataclasses.field(default_factory=list)
     """Buffers that get the values that `key` wants."""
     is_new: list[bool] = dataclasses.field(default_factory=list)
@@ -94,8 +90,9 @@ class Run:
 
     def ended(self, program: XlaProgram, targets: list[Buffer]) -> None:
         """Adds what is known once `program` was dispatched."""
-        self.key, self.donated, self.count, self.targets = program.key, program.donated, trace.count, list(targets)
-        self.final_numbers = [buffer.number for buffer in self.parameters]
+        self.key, self.targets = program.key, list(targets)
+        index_of = {id(buffer): index for index, buffer in enumerate(self.parameters)}
+        self.overwritten = [index_of[id(buffer)] for buffer in targets if id(buffer) in index_of]
         self.is_new = [buffer.array is None for buffer in targets]
 
     def release(self) -> None:
