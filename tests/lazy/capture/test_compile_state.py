@@ -258,6 +258,28 @@ def test_a_failed_replay_is_reported_and_donated_state_is_lost(device, monkeypat
     assert x.tolist() == [1.0] * 3
 
 
+def test_a_failed_replay_that_took_no_memory_leaves_the_values_from_before(device, monkeypatch):
+    total, x = torch.zeros(3, device=device), torch.ones(3, device=device)
+    step = replaying(lambda x: total.add_(x), x)
+    before = total.tolist()
+    shared = total.clone()  # of the same array, which the next replay may not take
+    xla_amp.sync()
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(execute, "dispatch", fail)
+    with pytest.raises(StepFailedError, match="out of memory"):
+        step(x)
+    assert total.tolist() == before
+    monkeypatch.undo()
+    replays = step.replays
+    step(x)
+    assert step.replays == replays + 1
+    assert total.tolist() == [before[0] + 1] * 3
+    assert shared.tolist() == before
+
+
 class Named(torch.optim.Optimizer):
     """Moments in an attribute, a count on the device by its name, and one in Python."""
 
