@@ -140,8 +140,3 @@ def clone_function(module: Any, function: Any, name: str, taken: Container[str])
 def name_of(function: Any) -> str:
     """Name of a function."""
     return str(function.attributes[_NAME].value)
-
-
-def call_composites(module: Any) -> None:
-    """Replaces each composite by a call of its decomposition, which means the same."""
-    ir.run_passes(module, "func.func(stablehlo-legalize-composite-to-call)")
