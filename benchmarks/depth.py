@@ -70,10 +70,7 @@ def recorded(timed: Callable[..., Any] = lambda _, function: function()) -> Iter
         programs.append(program)
         return list(timed("trace", program.result_shapes))
 
-    def first_run(_: Any, program: XlaProgram, *rest: Any) -> list[Any]:
-        return run(program, *rest)
-
-    with mock.patch.object(execute, "execute", run), mock.patch.object(execute, "_first_run", first_run):
+    with mock.patch.object(execute, "execute", run):
         try:
             yield programs
             xla_amp.sync()
