@@ -7,7 +7,6 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pages
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -107,17 +106,15 @@ def test_what_is_found(function, x, expected, line):
             assert line in source.read().splitlines()[int(number) - 1]
 
 
-def test_operands_scopes_and_json(tmp_path):
+def test_operands_scopes_and_json():
     report = find_overflow(scanned, jnp.float32(0.01))
     (operand,) = report.first.inputs
     assert (operand.dtype, operand.shape, operand.largest) == ("float32", (), 100.0)
     assert report.producers[-1].place.module == ""
     assert report.operations == 8
     assert json.loads(report.to_json())["producers"][0]["place"]["iteration"] == "iteration 1 of scan"
-    report.to_html(tmp_path / "page.html")
-    words = pages.read((tmp_path / "page.html").read_text()).words
-    assert {"operand 0", "float32 scalar, magnitudes 100 to 100"} <= set(words)
     text = str(report)
+    assert "operand 0: float32 scalar, magnitudes 100 to 100" in text
     assert "exp made inf, iteration 1 of scan" in text
     assert "result: float32, which holds magnitudes up to 3.4e+38" in text
     assert "Which results are not finite?\n  1: result[1]" in text

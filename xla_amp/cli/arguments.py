@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import sys
@@ -13,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from xla_amp.errors import FileError, MissingLibraryError
+from xla_amp.errors import FileError
 
 if TYPE_CHECKING:
     from xla_amp.stablehlo.program import Program
-    from xla_amp.tools.explain.page import Page
 
 TIMED_OUT: Final = 124
 """Exit status of a command that ran longer than ``--timeout``, as of coreutils' ``timeout``."""
@@ -148,54 +146,23 @@ def limited(arguments: argparse.Namespace) -> Iterator[None]:
         timer.cancel()
 
 
-def report(parser: argparse.ArgumentParser) -> None:
-    """``--report``."""
-    parser.add_argument("--report", metavar="HTML", type=Path, help="also write the report as one HTML page")
-
-
-def check_written(arguments: argparse.Namespace, read: Sequence[Path]) -> None:
-    """Checks the files of ``--report`` and ``-o``, which no file of `read` may be, before any work.
+def check_written(output: Path, read: Sequence[Path]) -> None:
+    """Checks the file of ``-o``, which no file of `read` may be, before any work.
 
     Raises:
-        MissingLibraryError: jinja2 is not installed.
-        FileError: the report cannot be written, or a file would be written over.
+        FileError: a file would be written over.
     """
-    check_report(arguments)
-    written = {"-o": arguments.output, "--report": arguments.report}
-    for option, path in written.items():
-        given = next((each for each in read if _is_same(path, each)), None)
-        if given is not None:
-            raise FileError(f"{option} {path}: it is the input {given}, which would be lost; give another name")
-    if _is_same(arguments.output, arguments.report):
-        raise FileError(f"--report {arguments.report}: it is the file of -o, too; give another name")
+    given = next((each for each in read if _is_same(output, each)), None)
+    if given is not None:
+        raise FileError(f"-o {output}: it is the input {given}, which would be lost; give another name")
 
 
-def _is_same(one: Path | None, other: Path | None) -> bool:
+def _is_same(one: Path, other: Path) -> bool:
     """Whether two paths are one file: also by a link, or in another spelling."""
-    if one is None or other is None or STANDARD in (one, other):
+    if STANDARD in (one, other):
         return False
     one, other = one.resolve(), other.resolve()
     return one == other or (one.is_file() and other.is_file() and one.samefile(other))
-
-
-def check_report(arguments: argparse.Namespace) -> None:
-    """Checks ``--report`` before any work.
-
-    Raises:
-        MissingLibraryError: jinja2 is not installed.
-        FileError: it cannot be written.
-    """
-    if arguments.report is None:
-        return
-    if importlib.util.find_spec("jinja2") is None:
-        raise MissingLibraryError("--report: jinja2 is not installed: pip install 'xla-amp[cli]'")
-    if not arguments.report.parent.is_dir():
-        raise FileError(f"--report {arguments.report}: no folder {arguments.report.parent}")
-    if arguments.report.is_dir():
-        raise FileError(f"--report {arguments.report}: a folder; give the name of a file")
-    device = arguments.report.exists() and not arguments.report.is_file()
-    if not os.access(arguments.report if device else arguments.report.resolve().parent, os.W_OK):
-        raise FileError(f"--report {arguments.report}: cannot be written")
 
 
 @contextlib.contextmanager
@@ -208,14 +175,6 @@ def writing_standard_output() -> Iterator[None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise FileError(f"writing standard output: {error.strerror or error}") from None
-
-
-def write_report(arguments: argparse.Namespace, page: Page) -> None:
-    """Writes the page for ``--report``; without it nothing."""
-    if arguments.report is not None:
-        from xla_amp.stablehlo import io
-
-        io.write_whole(arguments.report, page.html().encode())
 
 
 def as_json(document: Any) -> str:

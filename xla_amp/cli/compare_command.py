@@ -25,7 +25,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"largest accepted relative error of a result of B (default {TOLERANCE})",
     )
     common.function(parser)
-    common.report(parser)
     common.timeout(parser)
     common.json_instead(parser)
     common.epilog(
@@ -43,7 +42,6 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.stablehlo import samples
     from xla_amp.tools.inspect import comparison
 
-    common.check_report(arguments)
     if arguments.a == arguments.b == common.STANDARD:
         raise FileError("compare - -: standard input holds one program; name a file for A or B")
     a, b = (common.read(path, arguments.function) for path in (arguments.a, arguments.b))
@@ -52,7 +50,6 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     agrees = found.agrees(arguments.tolerance)
     page = found.page(f"A = {common.shown(arguments.a)}, B = {common.shown(arguments.b)}", arguments.tolerance)
     page = dataclasses.replace(page, facts={"inputs": common.given(arguments)})
-    common.write_report(arguments, page)
     if arguments.json:
         return common.as_json({"agrees": agrees, "tolerance": arguments.tolerance, **found.to_dict()}), int(not agrees)
     return page.text(), int(not agrees)

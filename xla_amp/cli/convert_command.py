@@ -52,7 +52,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _policy_options(parser)
     _sample_options(parser)
     common.function(parser)
-    common.report(parser)
     common.timeout(parser)
     common.json_instead(parser)
     common.epilog(
@@ -131,7 +130,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.stablehlo import io, samples
     from xla_amp.tools.inspect import inspection
 
-    common.check_written(arguments, [arguments.source, *arguments.inputs])
+    common.check_written(arguments.output, [arguments.source, *arguments.inputs])
     if arguments.target_error is not None and not arguments.inputs:
         raise FileError("--target-error needs --inputs")
     program = common.read(arguments.source, arguments.function)
@@ -149,10 +148,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     achieved = converted.achieved
     if achieved is not None:
         page = _with_error(page, arguments, achieved)
-    written = None if arguments.report is None else page.html()
     _write(converted.program, arguments.output, kind)  # last: everything else that may fail has been done
-    if written is not None:
-        io.write_whole(arguments.report, written.encode())
     if not arguments.json:
         return page.text(), 0
     plain = {
@@ -208,7 +204,7 @@ def _with_error(page: Page, arguments: argparse.Namespace, achieved: Achieved) -
     if arguments.target_error is not None:
         said += f", the target is {units.error(arguments.target_error)}"
     skipped = tuple((name, NOT_JUDGED) for name in achieved.not_judged)
-    section = Section("How wrong are the results?", said, "risk" if achieved.error > limit else "low", items + skipped)
+    section = Section("How wrong are the results?", said, items + skipped)
     return dataclasses.replace(page, sections=(section, *page.sections))
 
 

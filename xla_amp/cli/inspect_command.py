@@ -13,7 +13,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``inspect``."""
     common.program(parser, "file", "FILE")
     common.function(parser)
-    common.report(parser)
     common.timeout(parser)
     common.json_instead(parser)
     common.epilog(
@@ -30,12 +29,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.tools.inspect import inspection
 
-    common.check_report(arguments)
     program = common.read(arguments.file, arguments.function)
     found = inspection.inspect(program)
-    page = found.page(f"{common.shown(arguments.file)}: {program.source}")
-    common.write_report(arguments, page)
     if arguments.json:
         head = {"file": common.shown(arguments.file), "format": program.source}
         return common.as_json({**head, **found.to_dict()}), 0
-    return page.text(), 0
+    return found.page(f"{common.shown(arguments.file)}: {program.source}").text(), 0

@@ -1,9 +1,8 @@
-"""`Table`: rows as text that fits the terminal, with rich where it is installed, and as HTML."""
+"""`Table`: rows as text that fits the terminal, with rich where it is installed."""
 
 from __future__ import annotations
 
 import dataclasses
-import html
 import importlib.util
 import io
 import shutil
@@ -18,7 +17,7 @@ Cell: TypeAlias = str | int | float | None
 """None is an empty cell."""
 
 MOST_ROWS: Final = 40
-"""Rows that `Table.text` shows; a page has all."""
+"""Rows that `Table.text` shows."""
 _ENDS: Final = frozenset({"layer", "module", "parameter", "rule", "where"})
 """Columns of paths: what differs is in the last parts, and then in the first, so they are cut in the middle."""
 _KEPT: Final = "where"
@@ -50,10 +49,6 @@ class Table:
     """Columns of text that are aligned to the right, such as ``1.5 MiB``; columns of numbers always are."""
     optional: tuple[str, ...] = ()
     """Columns that a narrow terminal leaves out, the first of them first."""
-    more: tuple[str, ...] = ()
-    """Columns that the terminal leaves out, and that a page shows when the reader opens the row."""
-    risks: Collection[int] = ()
-    """Indices of rows that a page shows in red."""
     note: str = ""
     """A line under the table."""
 
@@ -79,8 +74,8 @@ class Table:
         return tuple(n for n, number in zip(self.columns, numbers, strict=True) if number or n in self.right)
 
     def shown(self, names: Iterable[str] | None = None) -> tuple[tuple[str, ...], list[list[str]]]:
-        """The columns of `names` that are not empty, and their cells as text; None: all but `more`."""
-        wanted = set(self.columns).difference(self.more) if names is None else set(names)
+        """The columns of `names` that are not empty, and their cells as text; None: all columns."""
+        wanted = self.columns if names is None else tuple(names)
         places = [i for i, name in enumerate(self.columns) if name in wanted]
         places = [i for i in places if any(row[i] not in (None, "") for row in self.rows)]
         return tuple(self.columns[i] for i in places), [[_text(row[i]) for i in places] for row in self.rows]
@@ -104,13 +99,6 @@ class Table:
             widest = max(range(len(widths)), key=lambda i: (widths[i] > least[i], widths[i]))
             widths[widest] -= 1
         return names, [[_cut(c, w, n) for c, w, n in zip(row, widths, names, strict=True)] for row in rows]
-
-    def _repr_html_(self) -> str:
-        """A table of HTML, for notebooks."""
-        names, rows = self.shown(self.columns)
-        lines = ["".join(f"<th>{html.escape(name)}</th>" for name in names)]
-        lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _text(cell: Cell) -> str:

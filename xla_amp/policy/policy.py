@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -251,21 +250,6 @@ class Policy:
     def __repr__(self) -> str:
         layers = ", ".join(f"{layer.layer} {layer.origin}" for layer in self.layers)
         return f"Policy({self.name!r}, low={self.low!r}, layers=[{layers}])"
-
-    def _repr_html_(self) -> str:
-        """Its rules as a table, for notebooks; a row wins over the rows of other layers above it."""
-        from xla_amp.common.tables import Table
-
-        table = Table(
-            columns=("operations", "cast", "layer", "why", "rule", "source", "note"),
-            rows=[
-                (", ".join(rule.operations), rule.cast, layer.layer, rule.why, rule.origin, rule.source, rule.note)
-                for layer in self.layers
-                for rule in layer.rules
-            ],
-        )
-        head = f"Policy {self.name}, low {self.named_low}, which may be {' or '.join(self.dtypes)}. {self.summary}"
-        return f"<p>{html.escape(head)}</p>{table._repr_html_()}"
 
     @property
     def named_low(self) -> str:

@@ -123,7 +123,6 @@ class Diagnosis(Report):
                 Section(
                     "What does not fit together?",
                     f"{count} found" if count else "nothing that is known",
-                    "risk" if count else "low",
                     self.conflicts,
                 )
             ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -122,16 +121,6 @@ class ConversionReport:
         width = max(map(len, self.facts()))
         facts = "\n".join(f"{name.ljust(width)}  {fact}" for name, fact in self.facts().items())
         return f"{facts}\n\n{self._table().text()}"
-
-    def _repr_html_(self) -> str:
-        """The same as HTML, for notebooks; ``xla-amp convert --report`` writes a page."""
-        facts = "".join(f"<p>{html.escape(f'{name}: {fact}')}</p>" for name, fact in self.facts().items())
-        return facts + self._table()._repr_html_()
-
-    def __getattr__(self, name: str) -> Any:
-        instead = "xla_amp.tools.inspect.conversion.page(report), which has write(path) and text()"
-        why = f"write {instead}" if name in ("document", "to_html") else "there is no such attribute"
-        raise AttributeError(f"ConversionReport.{name}: {why}")
 
     def _table(self) -> Table:
         """Decisions that are the same are one row, in order of first appearance."""

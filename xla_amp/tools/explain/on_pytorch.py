@@ -31,7 +31,7 @@ _PLUMBING: Final = frozenset(
 class ExplainReport(Report):
     """The operations of one `explain` block, in execution order; may be read while the block runs.
 
-    ``print(report)`` shows findings and a table, `to_html` writes a page, `rows` gives dicts, `to_json` text.
+    ``print(report)`` shows findings and a table, `rows` gives dicts.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,6 @@ def _operation(entry: DecisionRecord) -> operations.Operation:
     return operations.Operation(
         record=entry,
         product=product,
-        casts=casts or None,
         verdict=operations.verdict(
             floating=bool(computes) and (not is_plumbing or casts > 0),
             cast=name in _CONVERSIONS,

@@ -16,16 +16,8 @@ from xla_amp.tools.explain.page import Section
 
 Verdict: TypeAlias = Literal["risk", "could", "low", "wide", "same", "cast", "plumbing"]
 
-VERDICTS: Final[dict[Verdict, str]] = {
-    "risk": "low, where the built-in rules say float32",
-    "could": "float32, could be low",
-    "low": "low",
-    "wide": "float32 on purpose",
-    "same": "float32, no rule",
-    "cast": "cast",
-    "plumbing": "integers, views or constants",
-}
-"""Verdict on an operation -> its words."""
+"""``risk``: low where the built-in rules say float32; ``could``: float32 that could be low; ``wide``: float32 on
+purpose; ``same``: float32 without a rule; ``plumbing``: integers, views or constants."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,15 +28,11 @@ class Operation:
     verdict: Verdict
     product: bool = False
     """Whether it is a product, a convolution or a recurrent cell."""
-    casts: int | None = None
-    """Casts of its operands that were inserted; None is unknown."""
 
 
 _COLUMNS: Final = (
     "operation", "count", "before", "after", "result", "module", "FLOP", "bytes", "cast", "layer", "rule", "where",
-    "casts", "shapes", "why", "source", "verdict",
 )  # fmt: skip
-_MORE: Final = ("casts", "shapes", "why", "source", "verdict")
 _OPTIONAL: Final = ("bytes", "FLOP", "layer", "cast", "rule")
 
 
@@ -53,16 +41,11 @@ def table(operations: Iterable[Operation], title: str = "Operations") -> Section
     alike = _alike(operations)
     shown = [each for each in alike if each[0].verdict != "plumbing"]
     hidden = len(alike) - len(shown)
-    table = Table(
-        columns=_COLUMNS,
-        rows=list(map(_row, shown)),
-        right=("FLOP", "bytes"),
-        optional=_OPTIONAL,
-        more=_MORE,
-        risks={at for at, each in enumerate(shown) if each[0].verdict == "risk"},
-        note=f"without {hidden:,} row{'' if hidden == 1 else 's'} of integers and plumbing" if hidden else "",
+    note = f"without {hidden:,} row{'' if hidden == 1 else 's'} of integers and plumbing" if hidden else ""
+    rows = list(map(_row, shown))
+    return Section(
+        title, table=Table(columns=_COLUMNS, rows=rows, right=("FLOP", "bytes"), optional=_OPTIONAL, note=note)
     )
-    return Section(title, table=table)
 
 
 def _alike(operations: Iterable[Operation]) -> list[list[Operation]]:
@@ -91,11 +74,6 @@ def _row(alike: list[Operation]) -> tuple[Cell, ...]:
         None if moved is None else units.size(moved),
         *((first.cast, first.layer, first.origin) if first.origin else ("", "", "")),
         paths.line(first.location),
-        _sum(each.casts for each in alike),
-        _different(units.shapes(each.shapes, each.result_shapes) for each in records),
-        _different(each.why for each in records),
-        _different(each.source for each in records),
-        VERDICTS[alike[0].verdict],
     )
 
 
@@ -158,11 +136,11 @@ def findings(operations: Sequence[Operation], *, most: int = 5) -> tuple[Section
     else:
         answer = "nothing: every product and convolution runs low" if products else "nothing: no products"
     question = "What runs in float32 that could be low?"
-    found.append(Section(question, answer, "could" if could else "low", _largest(could, most)))
+    found.append(Section(question, answer, _largest(could, most)))
     answer = f"{_number(risk)} that the built-in rules keep in float32" if risk else "nothing that the rules know"
-    found.append(Section("What runs low that should not?", answer, "risk" if risk else "low", _largest(risk, most)))
+    found.append(Section("What runs low that should not?", answer, _largest(risk, most)))
     if wide := [each for each in operations if each.verdict == "wide"]:
-        found.append(Section("What is float32 on purpose, and why?", _number(wide), items=_reasons(wide, most)))
+        found.append(Section("What is float32 on purpose, and why?", _number(wide), _reasons(wide, most)))
     return tuple(found)
 
 

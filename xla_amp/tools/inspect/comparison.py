@@ -103,12 +103,12 @@ class Comparison(Report):
             answer = f"{count} of {len(self.outputs)} differ at a tolerance of {tolerance:g}; the first is {first.name}"
         items = [] if first is None else [(first.name, described(first.error))]
         items += [(each.name, NOT_JUDGED) for each in self.outputs if not each.judged]
-        yield Section("Do the results of B agree with A?", answer, "low" if first is None else "risk", items)
+        yield Section("Do the results of B agree with A?", answer, items)
         updates = sorted((each for each in self.outputs if each.of_update), key=lambda each: -(each.of_update or 0.0))
         if updates:
             text = f"{len(updates)} results are new values; error relative to the update of the step"
             worst = [(each.update_of, units.error(each.of_update or 0.0)) for each in updates[:5]]
-            yield Section("How wrong are the updates?", text, "could", worst)
+            yield Section("How wrong are the updates?", text, worst)
 
     def _table(self, tolerance: float) -> Table:
         rows = [
@@ -130,7 +130,6 @@ class Comparison(Report):
             rows=rows,
             right=("error", "by one rounding", "largest", "of update"),
             optional=("largest", "by one rounding", "update of"),
-            risks=[index for index, each in enumerate(self.outputs) if not each.agrees(tolerance)],
         )
 
     def to_dict(self) -> dict[str, Any]:

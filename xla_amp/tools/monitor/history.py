@@ -1,4 +1,4 @@
-"""Records of training steps, and their page; free of torch and JAX."""
+"""Records of training steps, and their report; free of torch and JAX."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from xla_amp.common.tables import Table
-from xla_amp.tools.explain.page import Page, Report, Section, curve
+from xla_amp.tools.explain.page import Page, Report, Section
 
 COURSES: Final = ("loss", "gradient_norm", "loss_scale")
-"""Numbers of a step that the page draws over the steps."""
+"""Numbers of a step that the report begins with."""
 _MOST: Final = 8
 """Bad steps that the report begins with."""
 
@@ -85,30 +85,21 @@ class History(Report):
         """One field of `StepRecord` over the steps."""
         return [getattr(record, name) for record in self.steps]
 
-    def _courses(self) -> dict[str, list[float | None]]:
-        """Numbers over the steps that are known."""
-        found = {name.replace("_", " "): self.of(name) for name in COURSES}
-        return {name: values for name, values in found.items() if any(value is not None for value in values)}
-
     def page(self) -> Page:
         """The report for people."""
         if not self.steps:
             return Page("no step has been read yet")
         steps, last = self.of("step"), self.steps[-1]
         bad = [record for record in self.steps if record.bad]
-        newest = [f"{name} {values[-1]:.5g}" for name, values in self._courses().items() if values[-1] is not None]
+        known = {name.replace("_", " "): getattr(last, name) for name in COURSES}
+        newest = [f"{name} {value:.5g}" for name, value in known.items() if value is not None]
         facts = {"steps": f"{steps[0]:,} to {last.step:,}", "skipped steps": f"{sum(self.of('skipped')):,}"}
         items = [(f"step {record.step:,}", record.what()) for record in bad[:_MOST]]
         answer = f"{len(bad):,} of {len(steps):,}" if bad else "none"
         return Page(
             ", ".join([f"step {last.step:,}", *newest, *(["skipped"] if last.skipped else [])]),
             facts,
-            [
-                Section("Which steps were bad?", answer, "risk" if bad else "low", items),
-                *(Section(name, svg=curve(steps, values, name)) for name, values in self._courses().items()),
-                Section("Layers", table=self._layers()),
-            ],
-            "risk" if last.bad else "",
+            [Section("Which steps were bad?", answer, items), Section("Layers", table=self._layers())],
         )
 
     def _layers(self) -> Table:
@@ -118,5 +109,4 @@ class History(Report):
             for layer, value in record.largest.items():
                 courses.setdefault(layer or "the model", []).append(value)
         rows = [(name, found[-1], max(filter(math.isfinite, found), default=None)) for name, found in courses.items()]
-        risks = [at for at, found in enumerate(courses.values()) if not all(map(math.isfinite, found))]
-        return Table(columns=("layer", "largest now", "highest"), rows=rows, risks=risks)
+        return Table(columns=("layer", "largest now", "highest"), rows=rows)

@@ -173,14 +173,14 @@ class OverflowReport(Report):
         question = "Which operation made the first inf or NaN?"
         if self.first is not None:
             others = [(each.headline(), "") for each in self.producers[1:]]
-            later = [Section("Which made another one later?", f"{len(others)} more", "risk", others)] if others else []
-            return [Section(question, self.first.headline(), "risk", self.first.described()), *later]
+            later = [Section("Which made another one later?", f"{len(others)} more", others)] if others else []
+            return [Section(question, self.first.headline(), self.first.described()), *later]
         if self.passed_on is None:
-            return [Section(question, "no operation that was watched made one", "low")]
+            return [Section(question, "no operation that was watched made one")]
         what = "a NaN" if self.passed_on.made == "nan" else "an inf"
         answer = f"no operation made {what}; the first that passed one on that it was given (an argument, a constant):"
         items = [(self.passed_on.headline("passed on"), ""), *self.passed_on.described()]
-        return [Section(question, answer, "could", items)]
+        return [Section(question, answer, items)]
 
     def _nonfinite(self) -> list[Section]:
         found = []
@@ -192,15 +192,15 @@ class OverflowReport(Report):
             if names:
                 more = f" and {len(names) - 6} more" if len(names) > 6 else ""
                 answer = f"{len(names)}: {', '.join(names[:6])}{more}"
-                found.append(Section(f"Which {what} are not finite?", answer, "risk"))
+                found.append(Section(f"Which {what} are not finite?", answer))
         if self.producers and not (found or self.not_watched):
             answer = f"the results are finite: the {self.producers[0].made} did not reach them"
             if self.became_finite is not None:
                 place = self.became_finite
                 answer = f"the results are finite: the {self.producers[0].made} became finite in {place.operation}"
                 answer += f", {place.location}" if place.location else ""
-            found.append(Section("Which results are not finite?", answer, "low"))
+            found.append(Section("Which results are not finite?", answer))
         if self.not_watched:
             items = [(f"not watched: {each}", "") for each in self.not_watched]
-            found.append(Section("What was not watched?", "only its results were seen, or nothing", "could", items))
+            found.append(Section("What was not watched?", "only its results were seen, or nothing", items))
         return found

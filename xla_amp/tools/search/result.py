@@ -72,12 +72,7 @@ class SearchResult(Report):
             f"{len(self.found.plan)} of {len(self.candidates)} candidates in {self.low}",
             self.facts,
             [
-                Section(
-                    "Is the error within the budget?",
-                    self._answer(),
-                    "low" if self.met else "risk",
-                    [(self._checked(), "")],
-                ),
+                Section("Is the error within the budget?", self._answer(), [(self._checked(), "")]),
                 Section("Layers, the most sensitive first", table=self._table()),
             ],
         )
