@@ -69,13 +69,27 @@ def test_an_index_of_no_cuda_device(monkeypatch):
         autocast("cuda:4")
 
 
+def generator():
+    yield
+
+
+async def coroutine(): ...
+
+
+async def asynchronous():
+    yield
+
+
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (torch.nn.Linear, r"got the class Linear.*decorate its method"),
-        (dict, r"got the class dict.*decorate its method"),
-        (3, r"expects a function, got 3 \(int\)"),
+        (torch.nn.Linear, r"expects a function, got the class Linear; decorate a method"),
+        (dict, r"expects a function, got the class dict; decorate a method"),
+        (3, r"expects a function, got 3; decorate a method"),
+        (generator, r"generator is suspended meanwhile: write `with autocast"),
+        (coroutine, r"coroutine is suspended meanwhile"),
+        (asynchronous, r"asynchronous is suspended meanwhile"),
     ],
 )
 def test_what_is_not_decorated(device, given, words):

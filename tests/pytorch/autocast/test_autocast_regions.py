@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import threading
 
 import open_regions
@@ -192,89 +190,6 @@ def test_function(device, mm_dtype):
     assert model(1, b=2) == [(model, 0, 0, LOW), (model, 1, 2, LOW)]
     assert mm_dtype() is FULL
     assert (model.forward.__name__, model.forward.__doc__) == ("forward", "Does nothing.")
-
-
-def test_generator(device, mm_dtype):
-    seen = []
-
-    @autocast(device, dtype=LOW)
-    def generate():
-        try:
-            seen.append((yield mm_dtype()))
-            try:
-                yield mm_dtype()
-            except KeyError:
-                seen.append("caught")
-            yield mm_dtype()
-        finally:
-            seen.append(mm_dtype())
-        return "the end"
-
-    assert inspect.isgeneratorfunction(generate)
-    generator = generate()
-    assert next(generator) is LOW
-    assert mm_dtype() is FULL  # outside while it is suspended
-    assert generator.send("sent") is LOW
-    assert generator.throw(KeyError()) is LOW
-    with pytest.raises(StopIteration, match="the end"):
-        next(generator)
-    closed = generate()
-    next(closed)
-    closed.close()
-    assert seen == ["sent", "caught", LOW, LOW]
-    assert mm_dtype() is FULL
-
-
-def test_coroutine(device, mm_dtype):
-    @autocast(device, dtype=LOW)
-    async def compute(n):
-        seen = [mm_dtype()]
-        await asyncio.sleep(0.001 * n)
-        seen.append(mm_dtype())
-        return seen
-
-    async def beside():
-        seen = []
-        for _ in range(20):
-            seen.append(mm_dtype())
-            await asyncio.sleep(0)
-        return seen
-
-    async def main():
-        return await asyncio.gather(compute(1), beside(), compute(2))
-
-    assert inspect.iscoroutinefunction(compute)
-    first, outside, second = asyncio.run(main())
-    assert first == second == [LOW, LOW]
-    assert set(outside) == {FULL}
-
-
-def test_asynchronous_generator(device, mm_dtype):
-    @autocast(device, dtype=LOW)
-    async def generate():
-        try:
-            sent = yield mm_dtype()
-            await asyncio.sleep(0)
-            try:
-                yield sent, mm_dtype()
-            except KeyError:
-                yield "caught", mm_dtype()
-        finally:
-            seen.append(mm_dtype())
-
-    async def main():
-        generator = generate()
-        results = [await generator.asend(None), mm_dtype(), await generator.asend(1)]
-        results.append(await generator.athrow(KeyError()))
-        await generator.aclose()
-        results.extend([(item, mm_dtype()) async for item in generate()])  # which runs out
-        return results
-
-    seen = []
-    assert inspect.isasyncgenfunction(generate)
-    wanted = [LOW, FULL, (1, LOW), ("caught", LOW), (LOW, FULL), ((None, LOW), FULL)]
-    assert asyncio.run(main()) == wanted
-    assert seen == [LOW, LOW]
 
 
 def test_a_region_that_fails_on_entry_leaves_nothing_open(device, mm_dtype, monkeypatch):

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -32,9 +34,10 @@ from xla_amp.errors import AutocastWarning, DeviceError, UnsupportedDtypeError
 from xla_amp.policy import Policy, effects, regions
 from xla_amp.policy.load import default_name
 from xla_amp.policy.policy import MEASURED
-from xla_amp.pytorch.autocast import decorate, native_dispatch
+from xla_amp.pytorch.autocast import native_dispatch
 from xla_amp.pytorch.autocast import recomputation as recomputation
 
+_SUSPENDED = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -93,8 +96,7 @@ class autocast:
         ...     torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
         torch.bfloat16
 
-    It decorates functions, methods, generators, coroutines and asynchronous generators; code that runs while one of the
-    last three is suspended is outside.  Regions nest, and leaving one by an exception restores the earlier state.
+    It decorates functions and methods.  Regions nest, and leaving one by an exception restores the earlier state.
     """
 
     def __init__(
@@ -165,7 +167,24 @@ class autocast:
             effects.report_unmatched(self.policy.layers[-1], strict=False, once=True)
 
     def __call__(self, function: _Function) -> _Function:
-        decorated: _Function = decorate.inside(self, function)
+        if isinstance(function, type) or not callable(function):
+            got = f"the class {function.__name__}" if isinstance(function, type) else f"{function!r}"
+            raise TypeError(
+                f"{self!r} used as a decorator expects a function, got {got}; decorate a method, e.g. forward, or write "
+                "`with autocast(...):`"
+            )
+        if any(is_suspended(function) for is_suspended in _SUSPENDED):
+            raise TypeError(
+                f"{self!r} used as a decorator expects a function that returns when it has run; "
+                f"{function.__name__} is suspended meanwhile: write `with autocast(...):` in it, around what computes"
+            )
+
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        decorated: _Function = inside  # type: ignore[assignment]
         return decorated
 
     def _has_rules(self) -> bool:
