@@ -60,73 +60,19 @@ def test_backward_follows_the_policy_of_forward():
     assert seen == [(True, FULL, FULL), (True, FULL, FULL)]
 
 
-def with_setup_context(device, cast_inputs, parent=torch.autograd.Function):
-    seen = []
-
-    class Matmul(parent):
-        generate_vmap_rule = True
+@pytest.mark.parametrize("argument", [torch.ones(2), 3])
+def test_a_function_with_setup_context_is_refused(argument):
+    class Double(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(device_type="cpu")
+        def forward(x):
+            return x * 2
 
         @staticmethod
-        @custom_fwd(device_type=device, cast_inputs=cast_inputs)
-        def forward(a, b):
-            result = a.mm(b)
-            seen.append((torch.is_autocast_enabled(device.type), a.dtype, b.dtype, result.dtype))
-            return result
+        def setup_context(ctx, inputs, output): ...
 
-        if parent is torch.autograd.Function:
-
-            @staticmethod
-            def setup_context(ctx, inputs, output):
-                ctx.save_for_backward(*inputs)
-
-        @staticmethod
-        @custom_bwd(device_type=device)
-        def backward(ctx, gradient):
-            a, b = ctx.saved_tensors
-            result = gradient.mm(b.t().to(gradient.dtype)), a.t().to(gradient.dtype).mm(gradient)
-            seen.append((torch.is_autocast_enabled(device.type), gradient.dtype, result[0].dtype))
-            return result
-
-    return Matmul, seen
-
-
-@pytest.mark.parametrize(
-    ("cast_inputs", "inside"),
-    [
-        (None, [(True, FULL, FULL, LOW), (True, LOW, LOW)]),
-        (FULL, [(False, FULL, FULL, FULL), (False, FULL, FULL)]),
-        (LOW, [(False, LOW, LOW, LOW), (False, LOW, LOW)]),
-    ],
-)
-def test_setup_context(device, cast_inputs, inside):
-    """`forward` has no ctx: all its arguments are cast, none is written to, and backward runs as forward did."""
-    outside = [(False, FULL, FULL, FULL), (False, FULL, FULL)]
-    (function, seen), (a, b) = with_setup_context(device, cast_inputs), leaves(device)
-
-    def inner(a, b):
-        with autocast(device, dtype=LOW):
-            return function.apply(a, b).float().sum()
-
-    (inner(a, b) + function.apply(a, b).sum()).backward()
-    assert sorted(seen, key=str) == sorted([*inside, *outside], key=str)
-    assert a.grad.tolist() == [[12.0, 12.0], [12.0, 12.0]]
-    assert not vars(a)
-    seen.clear()
-    assert torch.func.grad(inner)(a.detach(), b.detach()).tolist() == [[6.0, 6.0], [6.0, 6.0]]
-    assert torch.func.vmap(torch.func.grad(inner))(a.detach()[None], b.detach()[None]).shape == (1, 2, 2)
-    assert seen == inside * 2
-    with autocast(device, dtype=LOW):
-        assert function.forward(a, b).dtype is (cast_inputs or LOW)  # without `apply`
-    assert not vars(a)
-
-
-def test_an_inherited_setup_context(device):
-    (parent, _), (a, b) = with_setup_context(device, None), leaves(device)
-    (child, seen) = with_setup_context(device, FULL, parent)
-    with autocast(device, dtype=LOW):
-        loss = parent.apply(a, b).sum().float() + child.apply(a, b).sum()
-    loss.backward()
-    assert seen == [(False, FULL, FULL, FULL), (False, FULL, FULL)]
+    with pytest.raises(TypeError, match=r"Double.forward: custom_fwd expects forward\(ctx, ...\), got .*(Tensor|int)"):
+        Double.apply(argument)
 
 
 def test_cast_inputs_reaches_every_container(device):
@@ -150,7 +96,7 @@ def test_cast_inputs_reaches_every_container(device):
     assert {name: nested[name] is value for name, value in kept.items()} == dict.fromkeys(kept, True)
 
 
-class ContextStub:
+class ContextStub(torch.autograd.function.FunctionCtx):
     """What torch.autograd.Function gives forward as `ctx`, as far as custom_fwd needs it."""
 
 

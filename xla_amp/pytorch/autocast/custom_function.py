@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from xla_amp.backends import devices
 from xla_amp.backends.trees import tree_map
@@ -50,8 +49,7 @@ def custom_fwd(
     """Decorator for the ``forward`` of a `torch.autograd.Function` that runs under `autocast`.
 
     Args:
-        fwd: the static method ``forward(ctx, ...)``, or ``forward(...)`` of a function with ``setup_context``, which
-            sees the inputs uncast, as in torch.
+        fwd: the static method ``forward(ctx, ...)``.
         device_type: the device whose regions apply, as `autocast` takes it.
         cast_inputs: inside a region, cast floating tensors on the device (except float64) to this dtype, anywhere in
             the arguments (any pytree; named tuples and ordered dicts keep their types), and run ``forward`` with
@@ -59,12 +57,11 @@ def custom_fwd(
 
     Raises:
         DeviceArgumentError: `device_type` is not a device.
+        TypeError: from ``apply``: `fwd` has no ``ctx``, as in a function with ``setup_context``.
     """
     devices.device_type(device_type, "custom_fwd")
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
-
-    latest = threading.local()
 
     @functools.wraps(fwd)
     def decorate_fwd(*args: Any, **kwargs: Any) -> Any:
@@ -73,59 +70,24 @@ def custom_fwd(
         enabled = torch.is_autocast_enabled(name)
         used = enabled and cast_inputs is None
         region = (regions.current(name), torch.get_autocast_dtype(name)) if used else None
-        function = _applied(decorate_fwd)
-        if function is not None and function.setup_context is not _SETUP_CONTEXT:
-            _note_region(function, latest)
-        elif function is not None or not isinstance(args[0], torch.Tensor):  # a tensor: called without `apply`
-            args[0]._xla_amp_forward = region
+        if not args or not isinstance(args[0], FunctionCtx):
+            raise TypeError(
+                f"{fwd.__qualname__}: custom_fwd expects forward(ctx, ...), got a first argument of type "
+                f"{type(args[0]).__name__ if args else None}; in place of setup_context save the tensors in forward"
+            )
+        args[0]._xla_amp_forward = region  # type: ignore[attr-defined]
         if used or not enabled:
-            result = fwd(*args, **kwargs)
-        else:
+            return fwd(*args, **kwargs)
 
-            def cast(value: Any) -> Any:
-                tensor = isinstance(value, torch.Tensor)
-                eligible = tensor and value.dtype in casting.ELIGIBLE and value.device.type == name
-                return value.to(cast_inputs) if eligible else value
+        def cast(value: Any) -> Any:
+            tensor = isinstance(value, torch.Tensor)
+            eligible = tensor and value.dtype in casting.ELIGIBLE and value.device.type == name
+            return value.to(cast_inputs) if eligible else value
 
-            with autocast(name, enabled=False):
-                result = fwd(*tree_map(cast, args), **tree_map(cast, kwargs))
-        latest.region = region  # after `fwd`, which may apply the same function
-        return result
+        with autocast(name, enabled=False):
+            return fwd(*tree_map(cast, args), **tree_map(cast, kwargs))
 
     return decorate_fwd
-
-
-def _applied(forward: Callable[..., Any]) -> Any:
-    """The function with this ``forward`` that is being applied; None where ``forward`` was called directly.
-
-    ``apply`` passes neither the class nor, with ``setup_context``, the ``ctx``; the class is a local of its frame.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is _APPLY and frame.f_locals["cls"].forward is forward:
-            return frame.f_locals["cls"]
-        frame = frame.f_back
-    return None
-
-
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-_SETUP_CONTEXT = torch.autograd.Function.setup_context
-
-
-def _note_region(function: Any, latest: threading.local) -> None:
-    """Makes ``setup_context``, which torch calls right after ``forward``, note the region for `custom_bwd`."""
-    if getattr(function.setup_context, "_xla_amp_latest", None) is latest:
-        return
-    original = getattr(function.setup_context, "_xla_amp_original", function.setup_context)
-
-    @functools.wraps(original)
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
-        ctx._xla_amp_forward = latest.region
-        return original(ctx, inputs, output)
-
-    setup_context._xla_amp_latest = latest  # type: ignore[attr-defined]
-    setup_context._xla_amp_original = original  # type: ignore[attr-defined]
-    function.setup_context = staticmethod(setup_context)
 
 
 @overload
