@@ -67,19 +67,14 @@ class CaptureError(XlaAmpError, RuntimeError):
 
 
 class SkipLimitError(XlaAmpError, RuntimeError):
-    """Too many steps in a row were skipped.
+    """Too many steps in a row were skipped; `skips` is their number."""
 
-    `skips` is their number; `parameters` names those whose gradients were not finite in the newest step.
-    """
-
-    def __init__(self, skips: int, scale: float, parameters: list[str]) -> None:
+    def __init__(self, skips: int, scale: float) -> None:
         self.skips = skips
-        self.parameters = parameters
-        shown = ", ".join(parameters[:8]) + (f" and {len(parameters) - 8} more" if len(parameters) > 8 else "")
         super().__init__(
-            f"GradScaler: {skips} steps in a row were skipped, and the scale is {scale:g} now. In the newest, "
-            f"gradients were not finite of {shown}. xla_amp.find_overflow(step, ...) tells which operation made the "
-            "first inf or NaN; max_consecutive_skips sets the limit"
+            f"GradScaler: {skips} steps in a row were skipped, and the scale is {scale:g} now. "
+            "xla_amp.find_overflow(step, ...) tells which operation made the first inf or NaN; max_consecutive_skips "
+            "sets the limit"
         )
 
 

@@ -131,29 +131,15 @@ def test_too_many_skips_in_a_row(device, clean):
     for bad in [*[False] * clean, True, True, False, True, True]:
         step(bad)
     assert int(scaler.consecutive_skips()) == 2
-    words = r"3 steps in a row were skipped.*not finite of 0.weight, 1.bias"
-    with pytest.raises(SkipLimitError, match=words) as caught:
+    with pytest.raises(SkipLimitError, match=r"3 steps in a row were skipped.*find_overflow") as caught:
         step(True)
-    assert caught.value.parameters == ["0.weight", "1.bias"]
+    assert caught.value.skips == 3
     assert scaler.get_scale() == 2.0**16 / 2**5  # update() had done its work
     assert int(scaler.consecutive_skips()) == 0  # the count restarts
     assert bool(scaler.step_was_skipped())
     for bad in [True, True, False]:
         step(bad)
     assert int(scaler.skipped_steps()) == 7
-
-
-def test_names_of_parameters_in_that_error():
-    model = nn.Linear(2, 1)
-    scaler = GradScaler("cpu", max_consecutive_skips=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for name in [r"param_groups\[0\]\['params'\]\[1\] \(1,\)", "bias"]:
-        set_gradients(list(model.parameters()), scaler, 0)
-        model.bias.grad.fill_(INF)
-        scaler.step(optimizer)
-        with pytest.raises(SkipLimitError, match=f"not finite of {name}"):
-            scaler.update()
-        scaler.name_parameters(model)
 
 
 def test_the_limit_reads_one_number_in_as_many_steps():

@@ -7,7 +7,6 @@ steps, and old values are selected where gradients are not finite, so a step sta
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, overload
 
@@ -81,9 +80,6 @@ class GradScaler(torch.amp.GradScaler):
         """Whether an iteration has ended."""
         self._until_check = max_consecutive_skips or 0
         """Updates before the limit can be reached."""
-        self._suspects: dict[int, tuple[weakref.ref[torch.optim.Optimizer], torch.Tensor]] = {}
-        """By ``id`` of an optimizer: bool (gradients), True where a gradient was not finite in its newest step."""
-        self._models: list[weakref.ref[torch.nn.Module]] = []
 
     def __repr__(self) -> str:
         """The settings; `get_scale` reads the scale, which is on the device."""
@@ -127,8 +123,6 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self.is_enabled() and any(callable(argument) for argument in args):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        if self.is_enabled() and self._max_skips:
-            self._note_suspects(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
     def _maybe_opt_step(
@@ -196,46 +190,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         self._until_check = self._max_skips
         self._counters[1].zero_()
-        raise SkipLimitError(in_a_row, self.get_scale(), self._overflowed())
-
-    def name_parameters(self, model: torch.nn.Module) -> None:
-        """Gives parameters the names of ``model.named_parameters()`` in errors.
-
-        Not needed for optimizers made from ``model.named_parameters()``.
-        """
-        self._models.append(weakref.ref(model))
-
-    def _note_suspects(self, optimizer: torch.optim.Optimizer) -> None:
-        flags = [
-            ~torch.isfinite(torch.ops.aten._values(p.grad) if p.grad.is_sparse else p.grad).all()
-            for p in _parameters(optimizer)
-            if p.grad is not None
-        ]
-        if not flags:
-            return
-        device = flags[0].device
-        found = torch.stack([flag.to(device, non_blocking=True) for flag in flags])
-        known = self._suspects.get(id(optimizer))
-        if known is None or known[0]() is not optimizer or known[1].shape != found.shape:
-            self._suspects[id(optimizer)] = weakref.ref(optimizer), found
-        else:
-            known[1].copy_(found)
-
-    def _overflowed(self) -> list[str]:
-        names = {id(p): name for ref in self._models if (m := ref()) for name, p in m.named_parameters()}
-        found = []
-        for reference, flags in self._suspects.values():
-            optimizer = reference()
-            if optimizer is None:
-                continue
-            fallback_names = _names(optimizer)
-            parameters = [p for p in _parameters(optimizer) if p.grad is not None]
-            if len(parameters) != len(flags):  # gradients were dropped before update()
-                parameters = list(_parameters(optimizer))
-            for parameter, bad in zip(parameters, flags.tolist(), strict=False):
-                if bad:
-                    found.append(names.get(id(parameter)) or fallback_names[id(parameter)])
-        return found
+        raise SkipLimitError(in_a_row, self.get_scale())
 
     def step_was_skipped(self) -> torch.Tensor:
         """bool (), on the device: whether the newest iteration (up to its `update`) skipped an optimizer.
@@ -264,23 +219,8 @@ class GradScaler(torch.amp.GradScaler):
         state = super().__getstate__()
         if self.is_enabled() and self._counters is not None:
             state["_init_counters"] = [int(count) for count in torch.stack(self._counters).tolist()]
-        state.update(_counters=None, _ended=False, _suspects={}, _models=[])
+        state.update(_counters=None, _ended=False)
         return state
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """Names by ``id`` of the parameter: those that the optimizer was given, or the position in its groups."""
-    names = {}
-    for number, group in enumerate(optimizer.param_groups):
-        given = group.get("param_names")
-        for index, parameter in enumerate(group["params"]):
-            described = f"param_groups[{number}]['params'][{index}] {tuple(parameter.shape)}"
-            names[id(parameter)] = given[index] if given else described
-    return names
 
 
 def _check_limits(init: float, smallest: float | None, largest: float | None, skips: int | None) -> None:
