@@ -160,7 +160,7 @@ SAVED = {
     "Adam in a loop": (torch.optim, "Adam", {"foreach": False, "amsgrad": True}),
     "AdamW with a tensor": (torch.optim, "AdamW", {"lr": torch.tensor(0.01), "foreach": False}),
     "AdamW, fused": (torch.optim, "AdamW", {"fused": True}),
-    "syncfree.SGD": (syncfree, "SGD", {"momentum": 0.9, "dampening": 0.1}),
+    "syncfree.SGD": (syncfree, "SGD", {"momentum": 0.9}),
     "syncfree.Adam": (syncfree, "Adam", {"amsgrad": True}),
     "syncfree.AdamW": (syncfree, "AdamW", {}),
 }

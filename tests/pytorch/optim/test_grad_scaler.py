@@ -49,7 +49,7 @@ def train(scaler, optimizer, params, bad=(), steps=8):
 
 
 WITHOUT_A_READ = [
-    (GradScaler, syncfree, "SGD", {"momentum": 0.9, "dampening": 0.3}),
+    (GradScaler, syncfree, "SGD", {"momentum": 0.9}),
     (GradScaler, syncfree, "AdamW", {}),
     (GradScaler, torch.optim, "Adam", {"amsgrad": True, "foreach": False}),
     (GradScaler, torch.optim, "Adam", {"fused": True}),

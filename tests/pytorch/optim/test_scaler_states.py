@@ -269,8 +269,8 @@ FRONTS = {
     "XLA Adam": lambda: OnTorch("xla", lambda p: torch.optim.Adam(p, lr=0.05, amsgrad=True, foreach=False)),
     "XLA syncfree.SGD": lambda: OnTorch(
         "xla",
-        lambda p: syncfree.SGD(p, lr=0.05, momentum=0.9, dampening=0.3),
-        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.3),
+        lambda p: syncfree.SGD(p, lr=0.05, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     ),
     "XLA wrapped RMSprop": lambda: OnTorch(
         "xla",

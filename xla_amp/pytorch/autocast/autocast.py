@@ -170,8 +170,8 @@ class autocast:
         if isinstance(function, type) or not callable(function):
             got = f"the class {function.__name__}" if isinstance(function, type) else f"{function!r}"
             raise TypeError(
-                f"{self!r} used as a decorator expects a function, got {got}; decorate a method, e.g. forward, or write "
-                "`with autocast(...):`"
+                f"{self!r} used as a decorator expects a function, got {got}; decorate a method, e.g. forward, or "
+                "write `with autocast(...):`"
             )
         if any(is_suspended(function) for is_suspended in _SUSPENDED):
             raise TypeError(

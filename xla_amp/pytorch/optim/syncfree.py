@@ -102,13 +102,12 @@ class _SyncFree(Optimizer):
     ) -> None:
         raise TypeError(f"{type(self).__name__} is a base class; use syncfree.SGD, Adam or AdamW")
 
-    def _make_states(self, parameters: list[Tensor], *names: str) -> list[Tensor]:
-        """Makes state of zeros that parameters lack; returns the parameters that lacked the first of `names`."""
+    def _make_states(self, parameters: list[Tensor], *names: str) -> None:
+        """Makes state of zeros that parameters lack."""
         lacking = [(p, name) for name in names for p in parameters if self.state[p].get(name) is None]
         made = base.zeros_like([p for p, _ in lacking], parameters[0].device)
         for (parameter, name), zeros in zip(lacking, made, strict=True):
             self.state[parameter][name] = zeros
-        return [parameter for parameter, name in lacking if name == names[0]]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of this class or of torch.optim's class of the same name.
@@ -132,11 +131,11 @@ class SGD(_SyncFree, torch.optim.SGD):
     """`torch.optim.SGD` with a step that can be skipped on the device.
 
     Arguments are `torch.optim.SGD`'s; `foreach` has no effect, since one kernel steps all parameters.  As in torch,
-    the first momentum is the undampened gradient, and `maximize` negates the gradient before weight decay is added.
+    `maximize` negates the gradient before weight decay is added.
 
     Raises:
         ValueError: an option out of its range.
-        RuntimeError: `differentiable` or ``fused=False`` was passed.
+        RuntimeError: `differentiable` or ``fused=False`` was passed; from `step`: momentum has dampening.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -162,91 +161,35 @@ class SGD(_SyncFree, torch.optim.SGD):
         fused: bool | None = None,
     ) -> None:
         self._check_options(params, differentiable, fused)
-        self._unstepped: dict[Tensor, Tensor] = {}
-        """Parameter -> float32 (): 1 until its first step that was not skipped; kept where dampening needs it."""
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True)
 
     def _step_group(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], scaling: _Scaling
     ) -> None:
-        momentum, dampening, weight_decay = group["momentum"], group["dampening"], group["weight_decay"]
-        grad_scale, found_inf = scaling
-        new = self._make_states(parameters, "momentum_buffer") if momentum else []
-        if momentum and dampening:
-            for parameter in new:
-                self._unstepped[parameter] = torch.ones((), dtype=torch.float32, device=parameter.device)
-        if isinstance(weight_decay, Tensor) or (momentum and dampening):
-            gradients = self._preprocessed(group, parameters, gradients, scaling)
-            grad_scale, weight_decay, dampening = None, 0.0, 0.0
+        momentum = group["momentum"]
+        if momentum and group["dampening"]:
+            raise RuntimeError(
+                f"syncfree.SGD(momentum={momentum}, dampening={group['dampening']}): torch dampens from the second step "
+                "on, and only the device knows which that is; use syncfree.wrap(torch.optim.SGD(...))"
+            )
+        if momentum:
+            self._make_states(parameters, "momentum_buffer")
         torch._fused_sgd_(
             parameters,
             gradients,
             [self.state[parameter]["momentum_buffer"] for parameter in parameters] if momentum else [],
-            weight_decay=weight_decay,
+            weight_decay=float(group["weight_decay"]),
             momentum=momentum,
             lr=_number(group["lr"], parameters[0].device),
-            dampening=dampening,
+            dampening=0.0,
             nesterov=group["nesterov"],
             maximize=group["maximize"],
             # Buffers start as zeros. With `is_first_step` the host would have to know whether the first step was
             # skipped.
             is_first_step=False,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
+            grad_scale=scaling.grad_scale,
+            found_inf=scaling.found_inf,
         )
-
-    def _preprocessed(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], scaling: _Scaling
-    ) -> list[Tensor]:
-        """Gradients with scale, weight decay and dampening applied, where the fused kernel cannot apply them.
-
-        Dampening starts with the second step, and only the device knows which step is the second.
-        """
-        if scaling.grad_scale is not None:
-            torch._foreach_div_(gradients, scaling.grad_scale)
-        sign = -1.0 if group["maximize"] else 1.0  # the kernel negates everything, weight decay included
-        prepared = []
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            decayed = gradient + parameter * (group["weight_decay"] * sign)
-            flag = self._unstepped.get(parameter)
-            if group["momentum"] and group["dampening"]:
-                damped = decayed * (1 - group["dampening"])
-                if flag is None:
-                    decayed = damped
-                else:
-                    decayed = torch.where(flag != 0, decayed, damped)
-                    flag.mul_(scaling.found_inf if scaling.found_inf is not None else 0.0)
-            prepared.append(decayed.to(parameter.dtype))  # a 0-d one took the dtype of a tensor `weight_decay`
-        return prepared
-
-    def state_dict(self) -> dict[str, Any]:
-        """torch's state; a parameter whose steps were all skipped has none (the check may wait for the device)."""
-        self._drop_unused_buffers()
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of this class or of `torch.optim.SGD`."""
-        super().load_state_dict(state_dict)
-        self._unstepped.clear()
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._drop_unused_buffers()
-        return super().__getstate__()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.__dict__.setdefault("_unstepped", {})
-
-    def _drop_unused_buffers(self) -> None:
-        """Drops the buffers of parameters that were never stepped; in torch a buffer means that a step was made."""
-        if not self._unstepped:
-            return
-        parameters, flags = list(self._unstepped), list(self._unstepped.values())
-        values = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
-        for parameter, unstepped in zip(parameters, values, strict=True):
-            if unstepped:
-                del self.state[parameter]["momentum_buffer"]
-        self._unstepped.clear()
 
 
 class Adam(_SyncFree, torch.optim.Adam):
