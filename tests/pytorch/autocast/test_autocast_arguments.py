@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
-import forked
 import pytest
 import torch
 
@@ -136,30 +133,3 @@ def test_repr():
     shown = repr(autocast("cpu", torch.float16, cache_enabled=False))
     assert shown == "autocast('cpu', dtype=torch.float16, cache_enabled=False)"
     assert repr(autocast("xla", enabled=False)) == "autocast('jax', enabled=False)"
-
-
-LEGACY = """
-import os, warnings
-from xla_amp import autocast
-
-os.environ["XLA_USE_BF16"] = "0"
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    autocast("xla")
-    os.environ["XLA_USE_F16"] = "1"
-    autocast("cpu")
-    autocast("xla", enabled=False)
-    assert not caught  # off, or elsewhere
-    autocast("xla")
-    autocast("xla")
-[warning] = caught
-print(warning.category.__name__, os.path.basename(warning.filename), warning.message)
-"""
-
-
-def test_legacy_dtype_flags_are_warned_of_once():
-    done = forked.run(program=LEGACY)
-    assert done.returncode == 0, done.stderr
-    assert re.match(
-        r"\w*Warning <string> .*XLA_USE_F16 set in the environment.*Unset XLA_USE_F16", done.stdout, re.DOTALL
-    )

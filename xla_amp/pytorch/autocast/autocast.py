@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from xla_amp import policy as policies
 from xla_amp.backends import base, devices, dynamo
 from xla_amp.backends.base import Engine
-from xla_amp.common import arguments, config, events, interrupts
+from xla_amp.common import arguments, events, interrupts
 from xla_amp.common.types import Cast
 from xla_amp.errors import AutocastWarning, DeviceError, UnsupportedDtypeError
 from xla_amp.policy import Policy, effects, regions
@@ -128,7 +128,6 @@ class autocast:
             if enabled and self._has_rules():
                 self._low(self._native_rules())
         elif enabled:
-            _warn_of_legacy_flags()
             engine = devices.engine()
             if self._has_rules() or engine.is_started():
                 self._low(self._rules(engine))
@@ -286,21 +285,6 @@ def _leave_from_below(entry: _Entry, above: list[_Entry]) -> None:
         same.region.prev_fastdtype = entry.region.prev_fastdtype
     above[0].region.prev_cache_enabled = entry.region.prev_cache_enabled
     torch.autocast_decrement_nesting()
-
-
-_warned = False
-
-
-def _warn_of_legacy_flags() -> None:
-    global _warned
-    if _warned or not (flags := config.legacy_dtype_flags()):
-        return
-    _warned = True
-    names = " and ".join(flags)
-    events.warn(
-        f"{names} set in the environment: torch_xla then stores every float tensor in that dtype, so the dtypes that "
-        f"autocast chooses for each operation have no effect. Unset {names} when you use autocast",
-    )
 
 
 # ---- regions of torch ------------------------------------------------------------------------------------------------

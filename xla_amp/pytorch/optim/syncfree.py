@@ -169,8 +169,8 @@ class SGD(_SyncFree, torch.optim.SGD):
         momentum = group["momentum"]
         if momentum and group["dampening"]:
             raise RuntimeError(
-                f"syncfree.SGD(momentum={momentum}, dampening={group['dampening']}): torch dampens from the second step "
-                "on, and only the device knows which that is; use syncfree.wrap(torch.optim.SGD(...))"
+                f"syncfree.SGD(momentum={momentum}, dampening={group['dampening']}): torch dampens from the second "
+                "step on, and only the device knows which that is; use syncfree.wrap(torch.optim.SGD(...))"
             )
         if momentum:
             self._make_states(parameters, "momentum_buffer")
