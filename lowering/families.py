@@ -10,7 +10,6 @@ from xla_amp.lowering.nn import (
     convolution,
     detection,
     embedding_bag,
-    fractional_pooling,
     loss,
     normalization,
     pooling,

@@ -15,7 +15,6 @@ from xla_amp.lowering.operand import as_dtype, up
 from xla_amp.lowering.registry import register
 
 Pair = tuple[jax.Array, jax.Array]
-Triple = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _level(x: jax.Array, scale: jax.Array, zero_point: jax.Array) -> jax.Array:
@@ -139,70 +138,3 @@ def fake_quantize_observed(
     rounded, inside = _on_grid(x, *grid, quant_min, quant_max)
     rounded, inside = jnp.where(quantize, rounded, value), jnp.where(quantize, inside, True)
     return rounded, inside, low, high, scale, zero_point
-
-
-# ---- learned: scale and zero point are parameters (Esser et al. 2020, Jain et al. 2020) ------------------------------
-
-
-def _learned_gradients(
-    grad: jax.Array,
-    x: jax.Array,
-    scale: jax.Array,
-    zero_point: jax.Array,
-    quant_min: int,
-    quant_max: int,
-    grad_factor: float,
-) -> Triple:
-    """Gradients of `x`, and elementwise those of the scale and the integral zero point, which broadcast against it."""
-    value, grad = up(x), up(grad)
-    scale = as_dtype(scale, value.dtype)
-    level = _level(value, scale, zero_point)
-    levels = jnp.clip(level, quant_min, quant_max) - zero_point
-    inside = (level >= quant_min) & (level <= quant_max)
-    of_scale = grad * jnp.where(inside, (levels * scale - value) * (1 / scale), levels) * grad_factor
-    of_zero = jnp.where(inside, 0, -grad * scale * grad_factor)
-    return jnp.where(inside, grad, 0), of_scale, of_zero
-
-
-@register("_fake_quantize_learnable_per_tensor_affine")
-def fake_quantize_learned(
-    x: jax.Array, scale: jax.Array, zero_point: jax.Array, quant_min: int, quant_max: int, grad_factor: float = 1.0
-) -> jax.Array:
-    """`scale` and `zero_point` have one element; the zero point is rounded."""
-    zero = jnp.clip(jnp.round(up(zero_point)), quant_min, quant_max)
-    return _on_grid(x, scale.reshape(()), zero.reshape(()), quant_min, quant_max)[0]
-
-
-@register("_fake_quantize_learnable_per_tensor_affine_backward")
-def fake_quantize_learned_backward(
-    grad: jax.Array, x: jax.Array, scale: jax.Array, zero_point: jax.Array, low: int, high: int, factor: float = 1.0
-) -> Triple:
-    zero = jnp.trunc(jnp.clip(up(zero_point) + 0.5, low, high))  # one half up, unlike all others
-    found = _learned_gradients(grad, x, scale.reshape(()), zero.reshape(()), low, high, factor)
-    return found[0], found[1].sum().reshape(1), found[2].sum().reshape(1)
-
-
-@register("_fake_quantize_learnable_per_channel_affine")
-def fake_quantize_learned_channels(
-    x: jax.Array, scale: jax.Array, zero_point: jax.Array, axis: int, low: int, high: int, grad_factor: float = 1.0
-) -> jax.Array:
-    """`scale` and `zero_point` have shape [channels], the size of dimension `axis`."""
-    zero = jnp.clip(jnp.round(up(zero_point)), low, high)
-    return _on_grid(x, *_along(axis, x, scale, zero), low, high)[0]
-
-
-@register("_fake_quantize_learnable_per_channel_affine_backward")
-def fake_quantize_learned_channels_backward(
-    grad: jax.Array,
-    x: jax.Array,
-    scale: jax.Array,
-    zero_point: jax.Array,
-    axis: int,
-    low: int,
-    high: int,
-    factor: float = 1.0,
-) -> Triple:
-    zero = jnp.clip(jnp.round(up(zero_point)), low, high)
-    found = _learned_gradients(grad, x, *_along(axis, x, scale, zero), low, high, factor)
-    others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
-    return found[0], found[1].sum(others), found[2].sum(others)

@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from harness import check, check_rows, row, run, sample, tables, together
+from harness import check, check_rows, row, run, sample, tables
 
 
 def block(dtype: torch.dtype) -> torch.Tensor:
@@ -29,7 +29,6 @@ POINTS = torch.cat([sample(30, 2), torch.tensor([[-2.0, 0.0], [2.0, 2.0], [5.0, 
 """Some on the edges, one outside."""
 EDGES = [torch.tensor([-2.0, 0.0, 1.0, 2.0]), torch.tensor([-1.0, 0.0, 2.0])]
 RANGES = [-2.0, 2.0, -1.0, 3.0]
-NAN_ROW = torch.where(torch.arange(12).reshape(6, 2) == 2, math.nan, sample(6, 2))
 
 REDUCED = [
     *(row(name, "f", lambda d: (EMPTY,)) for name in ("sum", "mean", "prod", "all", "any", "linalg_vector_norm")),
@@ -46,11 +45,6 @@ REDUCED = [
     row("histogram.bins_tensor", "f", lambda d: (POINTS[:, 0], EDGES[0])),
     row("_histogramdd_from_bin_cts", "f", lambda d: (POINTS, [3, 4]), range=RANGES, density=True),
     row("_histogramdd_from_bin_tensors", "f", lambda d: (POINTS, EDGES), weight=POINTS[:, 1].abs()),
-    row("segment_reduce", "f", lambda d: (sample(6, 2), "mean"), lengths=torch.tensor([3, 0, 3])),
-    *(
-        row("segment_reduce", "f", lambda d, how=how: (NAN_ROW, how), lengths=torch.tensor([3, 3]), rtol=1e-5)
-        for how in ("sum", "mean", "max", "min", "prod")
-    ),
     *(row("var.correction", "f", lambda d: (block(d), [0]), correction=correction) for correction in (0.5, 4)),
     row("var.correction", "f", lambda d: (EMPTY,)),
     row("var.correction", "d", lambda d: (block(d) + 1e6, [0, 2]), rtol=1e-8),  # one pass would cancel
@@ -89,19 +83,6 @@ def test_a_long_bfloat16_sum_is_accumulated_in_float32():
     x = torch.full((4096,), 1.0, dtype=torch.bfloat16)  # a bfloat16 accumulator stops at 256
     check("sum", x)
     check("cumsum", x, 0, wide=True)
-
-
-@together("axis", [0, 1])
-def test_products_of_segments(axis):
-    """With a zero, two zeros in a segment, and an empty segment."""
-    x = sample(4, 6, 3, dtype=torch.float64)
-    x[0, 0, 0] = x[1, 2, 1] = x[1, 3, 1] = 0
-    lengths = torch.tensor([[1, 5], [6, 0], [0, 6], [3, 3]] if axis else [3, 0, 1])
-    for initial in (None, 2.0):
-        given = {"lengths": lengths, "axis": axis, "initial": initial}
-        check("segment_reduce", x, "prod", **given, unsafe=True)
-        y = torch.segment_reduce(x, "prod", **given, unsafe=True)
-        check("_segment_reduce_backward", sample(*y.shape, dtype=torch.float64, seed=1), y, x, "prod", **given)
 
 
 def test_nan_of_either_sign_ranks_first():

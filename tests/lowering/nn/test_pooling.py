@@ -120,22 +120,6 @@ def test_adaptive_windows_of_halves(size: tuple[int, int]) -> None:
     check("adaptive_max_pool2d_backward", grad, x, aten.adaptive_max_pool2d(x, size)[1], wide=True)
 
 
-@together(
-    ("spatial", "window", "rows"),
-    [((9, 7), [2, 3], [4, 3]), ((5, 6), [5, 2], [1, 4]), ((6, 7, 8), [2, 3, 2], [3, 2, 4])],
-)
-def test_fractional_windows(spatial: tuple[int, ...], window: list[int], rows: list[int]) -> None:
-    """With the same random samples."""
-    rank = len(spatial)
-    x = with_ties(3, *spatial)
-    x[0, *(1,) * rank] = math.nan
-    draws = sample(1, 3, rank, low=0.0, high=1.0)
-    name = f"fractional_max_pool{rank}d"
-    check(name, x, window, rows, draws, rtol=0, atol=0)
-    y, indices = getattr(aten, name)(x, window, rows, draws)
-    check(f"{name}_backward", sample(*y.shape, seed=1), x, window, rows, indices)
-
-
 # -- interpolation ----------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ import xla_amp
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch.ao.quantization is deprecated in torch 2.13
     from torch.ao import quantization
-    from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 
 F32, I32 = torch.float32, torch.int32
 
@@ -51,31 +50,7 @@ def test_observed_grids():
     check("_fused_moving_avg_obs_fq_helper", sample(3, 4), *flags, rows, -rows, *running[2:], *numbers, 0, True, True)
 
 
-@pytest.mark.parametrize("zero", [2.5, 3.5, -9.0, 99.0])
-def test_learned_grids(zero):
-    """The zero point is a parameter in floating point: it is rounded, one half to even, and kept in range."""
-    x, grad = 4 * sample(2, 3, 2), sample(2, 3, 2, seed=3)
-    one = torch.tensor([0.25]), torch.tensor([zero])
-    check("_fake_quantize_learnable_per_tensor_affine", x, *one, 0, 15, 0.5)
-    check("_fake_quantize_learnable_per_tensor_affine_backward", grad, x, *one, 0, 15, 0.5)
-    several = torch.tensor([0.25, 0.5, 0.0625]), torch.tensor([zero, 0.5, 1.5])
-    check("_fake_quantize_learnable_per_channel_affine", x, *several, 1, 0, 15, 0.5)
-    check("_fake_quantize_learnable_per_channel_affine_backward", grad, x, *several, 1, 0, 15, 0.5)
-
-
-def learnable() -> Any:
-    symmetric = {"quant_min": -128, "quant_max": 127, "dtype": torch.qint8, "qscheme": torch.per_tensor_symmetric}
-    low, high = {"quant_min": 0, "quant_max": 255}, symmetric
-    observer = quantization.MovingAverageMinMaxObserver
-    return quantization.QConfig(
-        **{
-            name: _LearnableFakeQuantize.with_args(observer=observer, use_grad_scaling=True, **given)
-            for name, given in (("activation", low), ("weight", high))
-        }
-    )
-
-
-def trained(where: str, qconfig: Any, *, convert: bool) -> list[Any]:
+def trained(where: str, qconfig: Any) -> list[Any]:
     """Losses of eight steps with the observers off from the sixth, the state, and what the converted model computes."""
     torch.manual_seed(0)
     layers = torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten()
@@ -98,22 +73,15 @@ def trained(where: str, qconfig: Any, *, convert: bool) -> list[Any]:
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    if convert:  # torch's learnable observer reads its parameters on the host
-        assert xla_amp.metrics()["host_syncs"] == waits
+    assert xla_amp.metrics()["host_syncs"] == waits
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.cpu().eval()
-    return [losses, state, quantization.convert(model)(sample(8, 3, 6, 6)) if convert else None]
+    return [losses, state, quantization.convert(model)(sample(8, 3, 6, 6))]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("qconfig", "default"),
-    [
-        pytest.param(quantization.get_default_qat_qconfig("fbgemm"), True, id="channels"),
-        pytest.param(quantization.get_default_qat_qconfig("qnnpack"), True, id="tensor", marks=pytest.mark.full),
-        pytest.param(learnable(), False, id="learned"),
-    ],
-)
-def test_training_with_observers(qconfig, default):
-    """As on the CPU; the default configurations without a wait, and they convert there."""
-    assert_same(lambda where: trained(where, qconfig, convert=default), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("backend", ["fbgemm", pytest.param("qnnpack", marks=pytest.mark.full)])
+def test_training_with_observers(backend):
+    """The default configurations, of channels and of tensors: as on the CPU and without a wait, and they convert."""
+    qconfig = quantization.get_default_qat_qconfig(backend)
+    assert_same(lambda where: trained(where, qconfig), rtol=1e-4, atol=1e-5)

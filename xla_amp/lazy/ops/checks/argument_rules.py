@@ -169,13 +169,13 @@ RULES: Sequence[ArgumentRule] = (
         "grid_sampler_3d hardshrink hardsigmoid hardswish huber_loss hypot igamma igammac leaky_relu log_normal "
         "log_sigmoid_forward logaddexp2 mish mse_loss multi_margin_loss multilabel_margin_loss_forward "
         "native_batch_norm native_group_norm native_layer_norm nextafter nll_loss_forward rrelu_with_noise "
-        "segment_reduce softplus softshrink upsample_linear1d upsample_trilinear3d",
+        "softplus softshrink upsample_linear1d upsample_trilinear3d",
     ),
     _without("bool uint8 int8 int16 int32 complex", "avg_pool2d avg_pool3d"),
     _without(
         "complex",
         "_prelu_kernel _safe_softmax amax amin aminmax atan2 bernoulli binary_cross_entropy clamp clamp_max "
-        "clamp_min copysign cummax cummin digamma erf erfc erfinv fractional_max_pool2d fractional_max_pool3d ge "
+        "clamp_min copysign cummax cummin digamma erf erfc erfinv ge "
         "gt hardtanh hash_tensor i0 le lgamma logit lt max.default min.default mode polygamma random relu "
         "sign signbit special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr "
         "special_modified_bessel_i0 special_modified_bessel_i1 special_ndtri special_xlog1py special_zeta xlogy",

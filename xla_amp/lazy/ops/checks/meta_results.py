@@ -145,8 +145,6 @@ def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) 
     return torch.empty_like(log_probs)
 
 
-@_of("_fake_quantize_learnable_per_channel_affine")
-@_of("_fake_quantize_learnable_per_tensor_affine")
 @_of("_logcumsumexp")
 @_of("_sample_dirichlet")
 @_of("_standard_gamma")  # torch 2.13 has a meta kernel of this and the last
@@ -198,9 +196,8 @@ def _grid_sampler(image: torch.Tensor, grid: torch.Tensor, *codes: Any) -> torch
 
 
 @_of("_grid_sampler_2d_cpu_fallback_backward")
-@_of("fractional_max_pool3d_backward")
-def _like_the_operands(grad: torch.Tensor, x: torch.Tensor, other: Any, *rest: Any) -> Any:
-    return (torch.empty_like(x), torch.empty_like(other)) if isinstance(other, torch.Tensor) else torch.empty_like(x)
+def _like_the_operands(grad: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *codes: Any) -> Any:
+    return torch.empty_like(x), torch.empty_like(grid)
 
 
 @_of("_aminmax")
@@ -234,14 +231,6 @@ def _convolution_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Ten
 @_of("fake_quantize_per_tensor_affine_cachemask")
 def _with_a_mask(x: torch.Tensor, *rest: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
-
-
-@_of("_fake_quantize_learnable_per_channel_affine_backward")
-@_of("_fake_quantize_learnable_per_tensor_affine_backward")
-def _learned_grid_backward(
-    grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, *rest: Any, **_: Any
-) -> tuple[torch.Tensor, ...]:
-    return torch.empty_like(x), torch.empty_like(scale), torch.empty_like(zero_point)
 
 
 # -- grouped matrix products ------------------------------------------------------------------------------------------
