@@ -170,7 +170,7 @@ def form(rank: int, world: int, count: str, text: str, *recipes: str) -> dict[st
         with torch.no_grad():
             weight.add_(1)  # the next step, while the file system writes
         xla_amp.sync()
-        saving.wait()
+        saving.result()
         rest = xla_amp.checkpoint.load(state, Path("checkpoint"))
         found["loaded"] = [written, rest["digest"], digest_of(state)]
     return found

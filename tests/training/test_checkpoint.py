@@ -9,13 +9,12 @@ import shutil
 from pathlib import Path
 
 import forked
-import numpy as np
 import pytest
 import torch
 
 import xla_amp
 from xla_amp import checkpoint
-from xla_amp.errors import FileError
+from xla_amp.errors import FileError, XlaAmpWarning
 from xla_amp.lazy.distributed import checkpoint as written
 
 # Orbax's threads outlive the call, it uses asyncio in ways that Python warns of, and drops tasks that failed.
@@ -47,16 +46,15 @@ def ended(folder, end):
     ("end", "status", "words"),
     [
         ("raises", 1, "ZeroDivisionError"),
-        ("full disk", 1, "xla_amp: a checkpoint was not written: checkpoint.save_async('{folder}/last')"),
-        *(pytest.param(end, 0, "", marks=pytest.mark.full) for end in ("ends", "exits", "reported")),
+        ("full disk", 0, "a checkpoint was not written: checkpoint.save_async('{folder}/last')"),
+        *(pytest.param(end, 0, "", marks=pytest.mark.full) for end in ("ends", "exits")),
     ],
 )
 def test_a_save_goes_on_to_the_end_of_the_program(device, tmp_path, end, status, words):
-    """One that fails makes the status nonzero, unless `wait` has reported it."""
     done = ended(tmp_path, end)
     assert done.returncode == status
     assert words.format(folder=tmp_path) in done.stderr
-    if end in ("full disk", "reported"):
+    if end == "full disk":
         assert [path.name for path in tmp_path.iterdir()] == ["first"]
     else:
         model = torch.nn.Linear(512, 512).to(device)
@@ -74,20 +72,17 @@ def test_remains_of_a_killed_save_are_removed_by_the_next_of_its_name(device, tm
     assert checkpoint.latest(tmp_path) == tmp_path / "last"
 
 
-def test_an_error_is_reported_once(device, tmp_path, monkeypatch):
+def test_a_save_that_fails_beside_the_steps_warns_and_raises_where_it_is_waited_for(device, tmp_path, monkeypatch):
     def fail(folder, names):
         raise OSError("the disk is full")
 
     with monkeypatch.context() as patch:
         patch.setattr(written, "_digests", fail)
-        saving = checkpoint.save_async({"step": 1}, tmp_path / "one")
-        with pytest.raises(FileError, match="the disk is full"):
-            saving.wait()
-        checkpoint.save_async({"step": 1}, tmp_path / "two")
-        with pytest.raises(FileError, match=r"two.*the disk is full"):  # nothing has reported it
-            checkpoint.save({"step": 1}, tmp_path / "three")
-    checkpoint.save({"step": 1}, tmp_path / "three")
-    assert [path.name for path in tmp_path.iterdir()] == ["three"]
+        with pytest.warns(XlaAmpWarning, match=r"a checkpoint was not written.*one.*the disk is full"):
+            error = checkpoint.save_async({"step": 1}, tmp_path / "one").exception()
+    assert isinstance(error, FileError)
+    checkpoint.save({"step": 1}, tmp_path / "two")
+    assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
 
 # ---- what cannot be loaded is not saved ------------------------------------------------------------------------------
@@ -97,30 +92,9 @@ class Setting:
     """A class of the user's."""
 
 
-def schedule():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, np.cos)
-
-
-NESTED: list = []
-for _ in range(3000):
-    NESTED = [NESTED]
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (lambda: np.mean([1.0, 2.0]), r"\['it'\], a numpy.float64, .* save float\(x\)"),
-        (schedule, r"\['it'\]\['_last_lr'\]\[0\], a numpy.float64"),
-        (lambda: {"a": [1, Setting()]}, r"\['it'\]\['a'\]\[1\], a .*Setting"),
-        (lambda: {"f": lambda x: x}, r"\['it'\]\['f'\], a builtins.function"),
-        (lambda: {np.int64(3): 1}, r"\['it'\], a builtins.dict"),
-        (lambda: NESTED, "nested too deeply"),
-    ],
-)
-def test_what_load_would_refuse_is_not_saved(value, words, tmp_path):
-    with pytest.raises(FileError, match=words):
-        checkpoint.save({"step": 3, "it": value()}, tmp_path / "run" / "one")
+def test_what_load_would_refuse_is_not_saved(tmp_path):
+    with pytest.raises(FileError, match=r"'.*one'\): .*Setting could not be read again"):
+        checkpoint.save({"step": 3, "it": {"a": [1, Setting()]}}, tmp_path / "run" / "one")
     assert not (tmp_path / "run").exists()
 
 
@@ -191,21 +165,6 @@ def test_a_truncated_or_missing_file(device, tmp_path):
     (tmp_path / "one" / "digests.json").unlink()
     with pytest.raises(FileError, match="there is no complete checkpoint"):
         checkpoint.load({"model": model}, tmp_path / "one")
-
-
-def test_an_object_that_rejects_its_part_leaves_all_as_they_were(device, tmp_path):
-    model, _ = pair(device)
-    scaler = xla_amp.GradScaler(device, init_scale=8.0)
-    checkpoint.save({"model": model, "scaler": scaler, "second": torch.nn.Linear(3, 3).to(device)}, tmp_path / "one")
-    other, _ = pair(device)
-    target = xla_amp.GradScaler(device, init_scale=4.0)
-    before = {name: value.clone() for name, value in other.state_dict().items()}
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        checkpoint.load(
-            {"model": other, "scaler": target, "second": torch.nn.Linear(3, 4).to(device)}, tmp_path / "one"
-        )
-    assert target.get_scale() == 4.0
-    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
 def test_the_latest_is_the_one_that_was_saved_last(tmp_path):

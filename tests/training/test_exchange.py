@@ -44,7 +44,7 @@ def saved(value):
 )
 def test_bytes_of_a_stranger_are_an_error(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(EngineError, match="another process sent something"):
+    with pytest.raises(EngineError, match=r"has something that .* does not write"):
         exchange.decode(make())
     assert not Path("ran").exists()
 
@@ -86,10 +86,10 @@ class _Mine(dict):
         ([len], "builtins.len"),
         (_Mine(), f"{__name__}._Mine"),
         (torch.nn.Linear(1, 1), r"torch\.nn\.modules\.linear\.Linear.*"),
-        (np.array([None]), "this value"),
-        ({lambda: 1: 1}, "this value"),
+        (np.array([None]), "this value .*"),
+        ({lambda: 1: 1}, "this value .*(pickle|lambda).*"),
     ],
 )
 def test_other_values_are_refused(value, named):
-    with pytest.raises(TypeError, match=f"x: cannot send {named}: expected numbers, texts"):
+    with pytest.raises(TypeError, match=f"x: {named} could not be read again: expected numbers, texts"):
         exchange.encode(value, "x")

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import scenarios
 import torch
@@ -90,7 +91,8 @@ QUIETLY = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:
 def test_a_checkpoint_has_everything(tmp_path):
     model, optimizer = trained()
     tied = torch.arange(3, device=xla_amp.xla_device())
-    state = {"model": model, "optimizer": optimizer, "values": {"a": (tied, tied[1:]), "b": torch.ones(2)}, "name": "x"}
+    state = {"model": model, "optimizer": optimizer, "values": {"a": (tied, tied[1:]), "b": torch.ones(2)}}
+    state["mean"] = np.mean([1.0, 2.0])
     checkpoint.save(state, tmp_path / "one")
     other, fresh = trained()
     target = torch.zeros(3, device=xla_amp.xla_device())
@@ -103,7 +105,7 @@ def test_a_checkpoint_has_everything(tmp_path):
     assert target.tolist() == [7, 7, 7]
     assert [value.tolist() for value in rest["values"]["a"]] == [[0, 1, 2], [1, 2]]
     assert rest["values"]["b"].device.type == "cpu"
-    assert rest["name"] == "x"
+    assert rest["mean"] == 1.5
     assert checkpoint.latest(tmp_path) == tmp_path / "two"
     assert checkpoint.latest(tmp_path / "two") is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]

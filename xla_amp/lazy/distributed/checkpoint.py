@@ -9,41 +9,36 @@ On a mesh of several processes all of them call these functions with the same ar
 reach; each writes and reads its own shards.
 
     checkpoint.save({"model": model, "optimizer": optimizer, "scaler": scaler, "step": 100}, "run/step-100")
-    saving = checkpoint.save_async(...)  # goes on while the file system writes; saving.wait() raises what went wrong
+    saving = checkpoint.save_async(...)  # goes on while the file system writes; saving.result() raises what went wrong
     step = checkpoint.load({"model": model, "optimizer": optimizer, "scaler": scaler}, "run/step-100")["step"]
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import copy
 import glob
 import hashlib
 import importlib
-import io
 import json
 import os
 import shutil
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import torch
 from jax.sharding import SingleDeviceSharding
-from torch import nn
 from torch.optim import Optimizer
 
 from xla_amp.backends import devices, trees
-from xla_amp.common import arguments, files
+from xla_amp.common import arguments, events, files
 from xla_amp.errors import DeviceError, FileError, MissingLibraryError, XlaAmpError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.distributed import processes
+from xla_amp.lazy.distributed import exchange, processes
 from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io, transfer
@@ -57,116 +52,59 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
     Args:
         state: by name, objects with ``state_dict()`` and ``load_state_dict()`` (models, optimizers, scalers,
-            schedules), or values that `torch.load` reads with ``weights_only`` (tensors, numbers, texts, containers).
+            schedules), or numbers, texts, bytes, tensors, NumPy arrays and containers of them.
         path: a folder that does not exist yet, e.g. ``run/step-100``.
 
     Raises:
-        FileError: `path` exists, or cannot be written; a value could not be loaded again (the message has its key);
-            an earlier `save_async` failed and nothing has reported it.
+        FileError: `path` exists, or cannot be written; a value could not be loaded again (the message has its type).
         DeviceError: in one of several processes with separate values (`xla_amp.xla_model.save` is for them).
         MissingLibraryError: Orbax is not installed.
     """
-    _started("save", state, path).wait()
+    _begin("save", state, path)()
 
 
-class Saving:
-    """A checkpoint that is being written (`save_async`)."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._error: BaseException | None = None
-        self._is_reported = False
-        self._thread = threading.Thread(target=self._run, args=(finish,), name="xla_amp-checkpoint")
-        self._thread.start()
-
-    def _run(self, finish: Callable[[], None]) -> None:
-        try:
-            finish()
-        except BaseException as error:
-            self._error = error
-
-    def done(self) -> bool:
-        """Whether it is written, or failed."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Returns when the folder is complete.
-
-        Raises:
-            FileError: it could not be written.
-        """
-        self._thread.join()
-        if self._error is not None:
-            self._is_reported = True
-            raise self._error
-
-    def wait_unless_reported(self) -> None:
-        """`wait`, which raises an error only if it is the first to do so."""
-        self._thread.join()
-        if not self._is_reported:
-            self.wait()
+_writing: list[Future[None]] = []
+"""The last of `save_async`: one checkpoint is written at a time."""
 
 
-_newest: list[Saving] = []
-"""The last `Saving`: one is written at a time."""
-
-
-def save_async(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Saving:
+def save_async(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Future[None]:
     """`save` that returns when the values are on the host, and writes them while the next steps run.
 
-    A checkpoint that is still being written is waited for first; if it failed and ``wait()`` has not reported that, its
-    error is raised here.  A program that ends waits for its checkpoint; if that fails, the exit status is 1.
+    A checkpoint that is still being written is waited for first, also at the end of the program.  A failure is a
+    warning, and an error of ``result()``.
 
     Args:
         state: as `save`.
         path: as `save`.
 
     Returns:
-        An object with ``wait()`` and ``done()``.
+        A future: ``result()`` returns None when the folder is complete, or raises why it is not; ``done()`` waits for
+        nothing.
 
     Raises:
         FileError: as `save`.
         DeviceError, MissingLibraryError: as `save`.
     """
-    return _started("save_async", state, path)
+    finish = _begin("save_async", state, path)
 
-
-def _started(call: str, state: Mapping[str, Any], path: str | os.PathLike[str]) -> Saving:
-    while _newest:
-        _newest.pop().wait_unless_reported()
-    saving = Saving(_begin(call, state, path))
-    _newest.append(saving)
-    _finish_before_exit()
-    return saving
-
-
-# ---- the end of the program ------------------------------------------------------------------------------------------
-
-_exit: list[BaseException] = []
-"""Why the program must not end with status 0."""
-_registered: list[bool] = []
-
-
-def _finish_before_exit() -> None:
-    """Registers `_at_exit` once.  Orbax's last steps need executors, which Python closes before any ``atexit``."""
-    if not _registered:
-        private_api.before_executors_end(_at_exit)
-        _registered.append(True)
-        atexit.register(_exit_status)
-
-
-def _at_exit() -> None:
-    while _newest:
+    def run() -> None:
         try:
-            _newest.pop().wait_unless_reported()
-        except BaseException as error:  # also a second Ctrl-C
-            sys.stderr.write(f"xla_amp: a checkpoint was not written: {str(error) or type(error).__name__}\n")
-            processes.fail(error)
-            _exit.append(error)
+            finish()
+        except BaseException as error:
+            events.warn(f"a checkpoint was not written: {error or type(error).__name__}")
+            raise
+
+    pool = ThreadPoolExecutor(1, "xla_amp-checkpoint")
+    _writing[:] = [pool.submit(run)]
+    pool.shutdown(wait=False)
+    return _writing[0]
 
 
-def _exit_status() -> None:
-    if _exit and processes.world_size() == 1:  # several leave together, also with status 1
-        processes.exit_failed()
+def _wait() -> None:
+    futures.wait(_writing)
+
+
+private_api.before_executors_end(_wait)  # Orbax's last steps need executors, which Python closes before any ``atexit``
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -184,6 +122,7 @@ def _begin(call: str, state: Mapping[str, Any], path: str | os.PathLike[str]) ->
     _check_arguments(call, state, path)
     orbax = _orbax()
     _one_value(call)
+    _wait()
     named = f"checkpoint.{call}({str(path)!r})"
     target = Path(path).absolute()
     if os.path.lexists(target):
@@ -204,15 +143,11 @@ def _begin(call: str, state: Mapping[str, Any], path: str | os.PathLike[str]) ->
                 arrays[str(len(arrays))] = _twin(tensor_io.array_of(value.detach()))
         return written[key]
 
-    rest = io.BytesIO()
+    structure = trees.tree_map(detach, {name: _state_of(value) for name, value in state.items()})
     try:
-        structure = trees.tree_map(detach, {name: _state_of(value) for name, value in state.items()})
-        _require_readable(structure)
-        torch.save(structure, rest)
-    except FileError as error:
-        raise FileError(f"{named}: {error}") from error.__cause__
-    except RecursionError:
-        raise FileError(f"{named}: a value is nested too deeply") from None
+        rest = exchange.encode(structure, named)
+    except TypeError as error:
+        raise FileError(f"{error} (of an object its state_dict())") from error
 
     def partial() -> Iterator[Path]:
         return target.parent.glob(f"{glob.escape(target.name)}{_PARTIAL}*")
@@ -224,7 +159,7 @@ def _begin(call: str, state: Mapping[str, Any], path: str | os.PathLike[str]) ->
     def complete() -> None:
         """In the first process, before the folder gets its name."""
         [folder] = partial()
-        (folder / _STRUCTURE).write_bytes(rest.getbuffer())
+        (folder / _STRUCTURE).write_bytes(rest)
         names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
         names = [name for name in names if name != _CHANGED_LATER]
         facts = {"format": _FORMAT, "time": time.time_ns(), "files": _digests(folder, names)}
@@ -290,66 +225,13 @@ def _twin(array: jax.Array) -> jax.Array:
     return twin
 
 
-# ---- values that can be read again -----------------------------------------------------------------------------------
-
-
-def _require_readable(structure: Mapping[str, Any]) -> None:
-    """Checks that `torch.load` reads a structure with ``weights_only``, as `load` does.
-
-    Raises:
-        FileError: it does not; names the first key.
-    """
-    # Plain tensors are read; copying them would cost memory.
-    outline = trees.tree_map(lambda leaf: None if _is_plain(leaf) else leaf, structure)
-    if _refusal(outline) is None:
-        return
-    key, value, error = _first_refused("", outline)
-    kind = type(value)
-    raise FileError(
-        f"the value at {key or 'the top'}, a {kind.__module__}.{kind.__qualname__}, could not be loaded again, because "
-        "torch.load(weights_only=True) reads tensors, numbers, texts and containers of them: save float(x) of a number "
-        f"of NumPy, and the state_dict() of an object ({type(error).__name__}: {str(error).partition('. ')[0][:200]})"
-    ) from error
-
-
-def _is_plain(leaf: Any) -> bool:
-    return type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided and not leaf.is_quantized
-
-
-def _refusal(value: Any) -> Exception | None:
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        return error
-    return None
-
-
-def _first_refused(key: str, value: Any) -> tuple[str, Any, Exception]:
-    """Key, value and error of the innermost part that is refused; `value` is."""
-    parts: Iterator[tuple[str, Any]] = iter(())
-    if isinstance(value, dict):
-        parts = ((f"{key}[{name!r}]", part) for name, part in value.items())
-    elif isinstance(value, list | tuple):
-        parts = ((f"{key}[{index}]", part) for index, part in enumerate(value))
-    for name, part in parts:
-        if _refusal(part) is not None:
-            return _first_refused(name, part)
-    error = _refusal(value)
-    assert error is not None  # noqa: S101  (the caller has seen it)
-    return key, value, error
-
-
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a checkpoint into objects; their tensors keep their current shardings, whatever those at `save` were.
 
-    All files are compared with their digests and read first, and an object that rejects its part gives all objects
-    their old values back.
+    All files are compared with their digests and read first: a damaged checkpoint changes no object.
 
     An optimizer's state gets the shardings of its parameters: mark those first.
 
@@ -364,6 +246,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
     Raises:
         FileError: there is no complete checkpoint, or it is damaged.
         KeyError: the checkpoint lacks a name.
+        RuntimeError: an object rejects its part, such as another shape; those before it are loaded.
         DeviceError: in one of several processes with separate values.
         MissingLibraryError: Orbax is not installed.
     """
@@ -412,75 +295,43 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
     values = [_read(leaf, read) for _, leaf in leaves]
     loaded: dict[str, Any] = trees.tree_unflatten(values, tree)
     del read, values
-    _apply(state, loaded)
+    for name, value in state.items():
+        if hasattr(value, "load_state_dict"):
+            value.load_state_dict(loaded.pop(name))
+        elif isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                value.copy_(loaded.pop(name))
     return loaded
 
 
 def _undamaged(folder: Path, call: str) -> dict[str, Any]:
     """The values of a checkpoint, meta tensors in place of arrays; reads every file, each process some of them."""
-    facts = _read_facts(folder)
-    if facts is None:
-        raise FileError(f"{call}: there is no complete checkpoint of this version")
-    written = facts["files"]
+    written = _read_facts(folder, call)["files"]
     found = _digests(folder, sorted(written)[processes.ordinal() :: processes.world_size()])
     changed = [name for name, digest in found.items() if digest != written[name]]
     texts = processes.rendezvous("checkpoint", json.dumps(changed).encode())
     if changed := [name for text in texts for name in json.loads(text)]:
         raise FileError(f"{call}: damaged: {', '.join(changed[:4])} is not what was written; load an earlier one")
-    structure: dict[str, Any] = torch.load(folder / _STRUCTURE, map_location="cpu", weights_only=True)
+    structure: dict[str, Any] = exchange.decode((folder / _STRUCTURE).read_bytes())
     return structure
 
 
-def _read_facts(folder: Path) -> dict[str, Any] | None:
-    """The file `_FACTS` of a complete checkpoint; None for another folder.
+def _read_facts(folder: Path, call: str) -> dict[str, Any]:
+    """The file `_FACTS` of a checkpoint.
 
     Raises:
-        FileError: it is damaged.
+        FileError: the folder is no complete checkpoint, or the file is damaged.
     """
-    if _PARTIAL in folder.name:
-        return None
+    file = folder / _FACTS
+    if _PARTIAL in folder.name or not file.is_file():
+        raise FileError(f"{call}: there is no complete checkpoint of this version")
     try:
-        facts = files.parsed(json.loads, (folder / _FACTS).read_text(encoding="utf-8"))
+        facts = files.parsed(json.loads, file.read_text(encoding="utf-8"))
         if facts["format"] != _FORMAT or not isinstance(facts["time"], int) or _STRUCTURE not in facts["files"]:
             raise ValueError(f"expected the format {_FORMAT!r}")
         return dict(facts)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise FileError(f"{folder / _FACTS} is damaged: {error}") from error
-
-
-def _apply(state: Mapping[str, Any], loaded: dict[str, Any]) -> None:
-    """Gives objects and tensors their parts of `loaded`, which then has the others; on an error all keep their own."""
-    before: dict[str, Any] = {}
-    try:
-        for name, value in state.items():
-            if hasattr(value, "load_state_dict"):
-                before[name] = trees.tree_map(_kept, value.state_dict())
-                value.load_state_dict(loaded.pop(name))
-            elif isinstance(value, torch.Tensor):
-                before[name] = _kept(value)
-                with torch.no_grad():
-                    value.copy_(loaded.pop(name))
-    except BaseException:
-        for name, old in before.items():
-            if hasattr(state[name], "load_state_dict"):
-                state[name].load_state_dict(old)
-            else:
-                with torch.no_grad():
-                    state[name].copy_(old)
-        raise
-
-
-def _kept(value: Any) -> Any:
-    """The value as it is now; an array of the device is referred to, not copied."""
-    if _is_lazy(value):
-        array, layout = tensor_io.array_of(value.detach()), mesh.sharding_of(tensor_io.buffer_of(value))
-        held = transfer.wrap(array)
-        if layout is not None:
-            mesh.set_sharding(tensor_io.buffer_of(held), layout)
-        return held
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        raise FileError(f"{call}: {file} is damaged: {error}") from error
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -493,8 +344,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     found = []
     for path in Path(folder).glob(f"*/{_FACTS}"):
         with contextlib.suppress(FileError):
-            if facts := _read_facts(path.parent):
-                found.append((facts["time"], path.parent))
+            found.append((_read_facts(path.parent, "checkpoint.latest()")["time"], path.parent))
     return max(found, default=(None, None))[1]
 
 

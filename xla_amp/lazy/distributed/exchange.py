@@ -1,10 +1,12 @@
-"""Python values for other processes, as `torch.save` writes them; reading them with ``weights_only`` runs no code.
+"""Python values for other processes and for checkpoints, as `torch.save` writes them.
 
-Beside what torch reads so: frozen sets, paths, NumPy arrays and scalars.  Tensors of the device stay on the device.
+Reading them with ``weights_only`` runs no code.  Read beside what torch reads so: frozen sets, paths, NumPy arrays and
+scalars.  Tensors of the device stay on the device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,8 @@ def encode(data: Any, what: str) -> bytes:
         _read(file.getvalue())
     except Exception as error:  # of what cannot be written or read torch raises what its parts happen to raise
         raise TypeError(
-            f"{what}: cannot send {_refused(file)}: expected numbers, texts, bytes, tensors, NumPy arrays, or lists, "
-            "tuples, sets and dictionaries of them; send what it consists of"
+            f"{what}: {_refused(file, error)} could not be read again: expected numbers, texts, bytes, tensors, NumPy "
+            "arrays, or lists, tuples, sets and dictionaries of them; give what it consists of"
         ) from error
     return file.getvalue()
 
@@ -48,19 +50,18 @@ def decode(text: bytes) -> Any:
         return _read(text)
     except Exception as error:
         raise EngineError(
-            f"another process sent something that xla_amp.lazy.distributed.exchange does not write: "
+            f"another process, or a file, has something that xla_amp.lazy.distributed.exchange does not write: "
             f"{type(error).__name__}: {str(error)[:200]}"
         ) from error
 
 
-def _refused(file: io.BytesIO) -> str:
-    """What `file` has that is not read, by name; "this value" if it was not written."""
+def _refused(file: io.BytesIO, error: Exception) -> str:
+    """What `file` has that is not read, by name; what torch says if it was not written."""
+    found: list[str] = []
     file.seek(0)
-    try:
-        with torch.serialization.safe_globals(_READ):
-            return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))) or "this value"
-    except Exception:
-        return "this value"
+    with contextlib.suppress(Exception), torch.serialization.safe_globals(_READ):
+        found = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    return ", ".join(found) or f"this value ({type(error).__name__}: {str(error).partition('. ')[0][:100]})"
 
 
 def _read(text: bytes) -> Any:
