@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import xla_amp
-from xla_amp import DeviceLoader
+from xla_amp import DeviceLoader, pad_batch
 
 Batch = namedtuple("Batch", ["x", "y"])
 
@@ -58,7 +58,7 @@ def test_pytrees(device):
 def test_a_mapping_that_is_no_dict_is_moved(device):
     """As transformers' BatchEncoding, which collators return."""
     source = UserDict(ids=torch.ones(1, 3), parts=[torch.ones(2)], kind="text")
-    (batch,) = DeviceLoader([source], device, buckets=(4,), padding={"ids": 0})
+    (batch,) = DeviceLoader([pad_batch(source, (4,), {"ids": 0})], device)
     assert type(batch) is UserDict
     assert batch["ids"].device.type == batch["parts"][0].device.type == device.type
     assert (batch["ids"].tolist(), batch["kind"]) == ([[1, 1, 1, 0]], "text")
@@ -139,8 +139,11 @@ def rows(length, kind=dict):
     return batch if kind is dict else kind(batch.values())
 
 
-def test_batches_are_padded_to_buckets(device):
-    found = list(DeviceLoader(map(rows, (3, 16, 17, 40)), device, buckets=40, padding={"ids": 0, "labels": -100}))
+PADDING = {"ids": 0, "labels": -100}
+
+
+def test_batches_are_padded_to_buckets():
+    found = [pad_batch(rows(length), 40, PADDING) for length in (3, 16, 17, 40)]
     assert [tuple(batch["ids"].shape) for batch in found] == [(2, 16), (2, 16), (2, 32), (2, 40)]
     assert found[0]["ids"].tolist() == [[7] * 3 + [0] * 13] * 2
     assert found[0]["labels"].tolist() == [[5] * 3 + [-100] * 13] * 2
@@ -148,11 +151,11 @@ def test_batches_are_padded_to_buckets(device):
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_entries_are_named_by_index(kind, device):
-    (batch,) = DeviceLoader([rows(3, kind)], device, buckets=(4, 8), padding={0: 0, 1: -100})
+def test_entries_are_named_by_index(kind):
+    batch = pad_batch(rows(3, kind), (4, 8), {0: 0, 1: -100})
     assert type(batch) is kind
     assert [tuple(x.shape) for x in batch] == [(2, 4), (2, 4), (2,)]
-    (named,) = DeviceLoader([Batch(torch.ones(1, 3), 5)], device, buckets=(4,), padding={0: 0})
+    named = pad_batch(Batch(torch.ones(1, 3), 5), (4,), {0: 0})
     assert (type(named), named.x.tolist(), named.y) == (Batch, [[1, 1, 1, 0]], 5)
 
 
@@ -160,14 +163,15 @@ def test_lengths_of_a_loop_have_a_program_for_each_bucket():
     torch.manual_seed(0)
     table = torch.nn.Embedding(8, 4).to(xla_amp.xla_device())
     xla_amp.sync(wait=True)
-    counts = {}
-    for name, options in {"padded": {"buckets": 32, "padding": {"ids": 0}}, "plain": {}}.items():
+    counts = []
+    for pad in (lambda batch: pad_batch(batch, 32, {"ids": 0}), None):
+        loader = DataLoader([{"ids": torch.full((1, n), 7)} for n in range(9, 31, 3)], None, collate_fn=pad)
         before = xla_amp.metrics()["compilations"]
-        for batch in DeviceLoader([{"ids": torch.full((1, n), 7)} for n in range(9, 31, 3)], **options):
+        for batch in DeviceLoader(loader):
             total = table(batch["ids"]).sum()
         del total
-        counts[name] = xla_amp.metrics()["compilations"] - before
-    assert counts == {"padded": 2, "plain": 8}
+        counts.append(xla_amp.metrics()["compilations"] - before)
+    assert counts == [2, 8]
 
 
 @pytest.mark.parametrize(
@@ -175,11 +179,6 @@ def test_lengths_of_a_loop_have_a_program_for_each_bucket():
     [
         *(({"prefetch": each}, "expected a number of batches, 1 or more") for each in (0, -1, 1.5, True)),
         ({"device": 3.5}, r"DeviceLoader\(3.5\): expected a device"),
-        ({"buckets": (4, 8)}, "expected both or neither"),
-        ({"padding": {"ids": 0}}, "expected both or neither"),
-        ({"buckets": (4, 8), "padding": {}}, "expected both or neither"),
-        *(({"buckets": 64, "padding": each}, "expected what pads each tensor, by its name") for each in (0, 1)),
-        ({"buckets": 0, "padding": {"ids": 0}}, r"bucket_sizes\(0\): expected the longest extent"),
     ],
 )
 def test_options_that_are_refused(options, match):
@@ -188,16 +187,17 @@ def test_options_that_are_refused(options, match):
 
 
 @pytest.mark.parametrize(
-    ("batch", "padding", "match"),
+    ("batch", "sizes", "padding", "match"),
     [
-        (rows(9), {"ids": 0}, "an extent of 9 .* fits in none of them"),
-        (rows(3), {"other": 0}, r"the batch has no tensor 'other', only \['ids', 'labels', 'kind'\]"),
-        (rows(3), {"kind": 0}, r"shape \[2\] has no such dimension"),
-        (rows(3, tuple), {5: 0}, r"the batch has no tensor 5, only \[0, 1, 2\]"),
-        ({"ids": [1]}, {"ids": 0}, "the batch has no tensor 'ids'"),
-        (torch.ones(2, 3), {0: 0}, "expected a dict, tuple or list of tensors, got Tensor"),
+        (rows(9), (4, 8), {"ids": 0}, "an extent of 9 .* fits in none of them"),
+        (rows(9), 0, {"ids": 0}, r"bucket_sizes\(0\): expected the longest extent"),
+        (rows(3), 8, {"other": 0}, r"the batch has no tensor 'other', only \['ids', 'labels', 'kind'\]"),
+        (rows(3), 8, {"kind": 0}, r"shape \[2\] has no such dimension"),
+        (rows(3, tuple), 8, {5: 0}, r"the batch has no tensor 5, only \[0, 1, 2\]"),
+        ({"ids": [1]}, 8, {"ids": 0}, "the batch has no tensor 'ids'"),
+        (torch.ones(2, 3), 8, {0: 0}, "expected a dict, tuple or list of tensors, got Tensor"),
     ],
 )
-def test_a_batch_that_does_not_fit_raises_in_the_loop(batch, padding, match):
+def test_a_batch_that_does_not_fit(batch, sizes, padding, match):
     with pytest.raises(ValueError, match=match):
-        next(iter(DeviceLoader([batch], "cpu", buckets=(4, 8), padding=padding)))
+        pad_batch(batch, sizes, padding)

@@ -7,14 +7,13 @@ import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 
 from xla_amp.backends import devices
 from xla_amp.backends.trees import tree_map
-from xla_amp.pytorch.data.buckets import bucket_sizes, pad_batch
 from xla_amp.pytorch.distributed import xla_model
 
 _ITEM, _ERROR, _END = range(3)
@@ -31,15 +30,9 @@ class DeviceLoader:
             of transformers.  It is iterated on the thread.
         device: where tensors go; None is the XLA device.
         prefetch: batches on the device ahead of the one in use.
-        buckets: lengths to pad batches to, because each length is another program; or the longest, for
-            16, 32, 48, 64, 96, ... up to it.
-        padding: which tensors of a batch have that length as their dimension 1, and what they are padded with: by the
-            key of a dict, or the index of a tuple or list.  The model must ignore the padding, by a mask that is padded
-            with 0 and labels with ``ignore_index``.
 
     Raises:
-        ValueError: `prefetch` is less than 1; one of `buckets` and `padding` is missing.  From the loop: a batch is
-            longer than all buckets, or lacks what `padding` names.
+        ValueError: `prefetch` is less than 1.
 
     An exception of the loader is raised when the loop requests the batch.  Leaving the loop early ends the thread, and
     so does `close`.
@@ -47,36 +40,13 @@ class DeviceLoader:
     Example:
         >>> [batch.tolist() for batch in DeviceLoader([torch.tensor([1]), torch.tensor([2])], "cpu")]
         [[1], [2]]
-        >>> rows = {"ids": torch.tensor([[7, 8, 9]]), "mask": torch.ones(1, 3)}
-        >>> next(iter(DeviceLoader([rows], "cpu", buckets=(4, 8), padding={"ids": 0, "mask": 0})))["mask"].tolist()
-        [[1.0, 1.0, 1.0, 0.0]]
     """
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        device: Any = None,
-        prefetch: int = 2,
-        *,
-        buckets: int | Sequence[int] | None = None,
-        padding: Mapping[Any, float] | None = None,
-    ) -> None:
+    def __init__(self, loader: Iterable[Any], device: Any = None, prefetch: int = 2) -> None:
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise TypeError(f"DeviceLoader(loader): expected a DataLoader or a list of batches, got {loader!r}")
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
             raise ValueError(f"DeviceLoader(prefetch={prefetch!r}): expected a number of batches, 1 or more")
-        if padding is not None and not isinstance(padding, Mapping):
-            raise ValueError(
-                f"DeviceLoader(padding={padding!r}): expected what pads each tensor, by its name in a dict or its "
-                'place in a tuple, as {"input_ids": 0} or {0: 0}; a batch that is one tensor: put it into a tuple'
-            )
-        if (buckets is None) != (not padding):
-            raise ValueError(
-                f"DeviceLoader(buckets={buckets!r}, padding={padding!r}): expected both or neither, as "
-                'buckets=512, padding={"input_ids": 0, "attention_mask": 0, "labels": -100}'
-            )
-        self.buckets = bucket_sizes(buckets) if isinstance(buckets, int) else buckets
-        self.padding = padding
         self.loader = loader
         self.prefetch = prefetch
         self._is_xla = device is None or devices.is_xla(devices.device_type(device, "DeviceLoader"))
@@ -96,10 +66,7 @@ class DeviceLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader)
-        if self.buckets is not None:
-            batches = _padded(batches, self.buckets, self.padding or {})
-        started = _Pass(batches, self._upload(), self.prefetch, xla_model.mark_step if self._is_xla else None)
+        started = _Pass(iter(self.loader), self._upload(), self.prefetch, xla_model.mark_step if self._is_xla else None)
         self._passes.add(started)
         return started
 
@@ -115,11 +82,6 @@ class DeviceLoader:
         """Ends every running pass and its thread."""
         for running in list(self._passes):
             running.close()
-
-
-def _padded(batches: Iterator[Any], sizes: Sequence[int], padding: Mapping[Any, float]) -> Iterator[Any]:
-    for batch in batches:
-        yield pad_batch(batch, sizes, padding)
 
 
 class _Pass(Iterator[Any]):
