@@ -33,7 +33,6 @@ def test_nothing_set(monkeypatch):
             monkeypatch.delenv(name)
     assert config.policy_file() is None
     assert config.rules() == ""
-    assert config.hpu_lists() == ()
     assert config.fallback() == "error"
     assert config.engine() == "auto"
     assert config.tape_limit() == 100_000
@@ -71,8 +70,6 @@ def test_values_are_read_at_call_time(monkeypatch):
     assert config.compiler_options() == {"xla_one": "True", "xla_two": "a,b", "xla_three": ""}
     monkeypatch.setenv("XLA_FLAGS", "--xla_one=true  --xla_two")
     assert config.xla_flags() == {"xla_one", "xla_two"}
-    monkeypatch.setenv("PT_HPU_AUTOCAST_FP32_OPS_LIST", "fp32.txt")
-    assert config.hpu_lists() == (("fp32", "PT_HPU_AUTOCAST_FP32_OPS_LIST", Path("fp32.txt")),)
 
 
 @pytest.mark.parametrize(

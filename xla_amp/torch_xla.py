@@ -146,7 +146,6 @@ class MpDeviceLoader(DeviceLoader):
         device_prefetch_size: batches on the device ahead of the one in use.
         loader_prefetch_size: ignored; one thread reads the loader and uploads.
         host_to_device_transfer_threads: ignored.
-        **options: as for `xla_amp.DeviceLoader`.
 
     Raises:
         ValueError: `input_sharding`, or `batches_per_execution` other than 1.
@@ -162,7 +161,6 @@ class MpDeviceLoader(DeviceLoader):
         host_to_device_transfer_threads: int = 1,
         input_sharding: Any = None,
         batches_per_execution: int = 1,
-        **options: Any,
     ) -> None:
         if input_sharding is not None:
             raise ValueError(
@@ -174,7 +172,7 @@ class MpDeviceLoader(DeviceLoader):
                 f"MpDeviceLoader(batches_per_execution={batches_per_execution}): each request for a batch ends the "
                 "step; iterate over the loader and pass several batches to one step"
             )
-        super().__init__(loader, device, options.pop("prefetch", device_prefetch_size), **options)
+        super().__init__(loader, device, device_prefetch_size)
 
 
 @overload

@@ -1,4 +1,4 @@
-"""Layers: precedence, identity, the environment, Gaudi's lists, overrides, unused rules."""
+"""Layers: precedence, identity, the environment, overrides, unused rules."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 from xla_amp.common import config
 from xla_amp.errors import PolicyError
 from xla_amp.policy import effects, load, override, resolve, unused_rules
+from xla_amp.policy.load import _builtin
 from xla_amp.policy.op_catalog import matching
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in (config.POLICY_FILE, config.RULES, *(name for _, name in config.HPU_LISTS)):
+    for name in (config.POLICY_FILE, config.RULES):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -173,66 +174,12 @@ def test_the_file_of_the_environment_may_only_hold_rules(monkeypatch, tmp_path):
         resolve("tpu")
 
 
-# Gaudi's lists
-
-
-def list_file(folder, variable, text):
-    path = folder / f"{variable}.txt"
-    path.write_text(text)
-    return path
-
-
-def test_gaudi_lists_replace_whole_lists(monkeypatch, tmp_path):
-    low, fp32 = (name for _, name in config.HPU_LISTS)
-    monkeypatch.setenv(low, str(list_file(tmp_path, low, "mm\n\nexp\ntruediv\n")))
-    policy = resolve("hpu")
-    assert {name for name, cast in policy.casts().items() if cast == "low"} == {"mm", "exp"}
-    assert policy.decide("mm").layer == "environment"
-    assert policy.decide("mm").origin.endswith(f":1 ({low})")
-    assert policy.decide("exp").cast == "low", "the low list is asked before fp32"
-    assert policy.decide("mul.Tensor").cast == "promote", "no longer low, and still in the promote list"
-    assert policy.decide("softmax.int").cast == "keep"
-    assert policy.decide("log").cast == "fp32"
-
-    monkeypatch.setenv(fp32, str(list_file(tmp_path, fp32, "softmax\nmm\n")))
-    policy = resolve("hpu")
-    assert policy.decide("softmax.int").cast == "fp32"
-    assert policy.decide("mm").cast == "low"
-    assert policy.decide("log").cast == "keep"
-    assert policy.decide("cat").cast == "promote"
-
-
-def test_gaudis_default_low_list_is_asked_before_an_fp32_file(monkeypatch, tmp_path):
-    fp32 = config.HPU_LISTS[1][1]
-    monkeypatch.setenv(fp32, str(list_file(tmp_path, fp32, "softmax\nadd\n")))
-    policy = resolve("hpu")
-    assert policy.decide("softmax.int").cast == "low"
-    assert policy.decide("add.Tensor").cast == "fp32", "fp32 is asked before promote"
-    for operation in ("softmax.int", "add.Tensor"):
-        effects.asked(policy, operation, None)
-    assert unused_rules("hpu") == ()
-
-
-def test_gaudi_lists_are_for_hpu_alone(monkeypatch, tmp_path):
-    low = config.HPU_LISTS[0][1]
-    monkeypatch.setenv(low, str(list_file(tmp_path, low, "mm\n")))
-    assert resolve("tpu") is load("tpu")
-    own = tmp_path / "own.toml"
-    own.write_text('extends = "hpu"\n')
-    assert resolve(own).decide("bmm").cast == "keep"
-
-
-def test_an_empty_gaudi_list_and_a_mistake_in_one(monkeypatch, tmp_path):
-    low = config.HPU_LISTS[0][1]
-    path = list_file(tmp_path, low, "")
-    monkeypatch.setenv(low, str(path))
-    assert "low" not in resolve("hpu").casts().values()
-    path.write_text("mm\nconv2\n")
-    with pytest.raises(PolicyError, match=rf"{low}.txt:2 \({low}\): unknown operation 'conv2'; nearest: conv2d"):
-        resolve("hpu")
-    monkeypatch.setenv(low, str(tmp_path / "gone.txt"))
-    with pytest.raises(PolicyError, match=r"gone.txt.*cannot be read"):
-        resolve("hpu")
+def test_gaudis_lists_are_refused(monkeypatch):
+    name = "PT_HPU_AUTOCAST_FP32_OPS_LIST"
+    monkeypatch.setenv(name, "ops.txt")
+    with pytest.raises(PolicyError, match=rf"{name} is set, which the policy 'hpu' does not follow"):
+        _builtin.__wrapped__("hpu")
+    assert _builtin.__wrapped__("tpu") == load("tpu")
 
 
 # Overrides

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
-from xla_amp.common.types import PLATFORMS, Cast, Platform
+from xla_amp.common.types import PLATFORMS, Platform
 from xla_amp.errors import PolicyError
 
 EngineName: TypeAlias = Literal["auto", "torch_xla", "jax"]
@@ -48,11 +48,7 @@ PROGRAMS_LEAST: Final = 8
 TIMEOUT_LEAST: Final = 3
 """JAX's coordinator counts whole seconds, and treats two missing heartbeats as the end of a process."""
 
-HPU_LISTS: Final[tuple[tuple[Cast, str], ...]] = (
-    ("low", "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST"),
-    ("fp32", "PT_HPU_AUTOCAST_FP32_OPS_LIST"),
-)
-"""Gaudi's variables, with the cast whose default list the file replaces."""
+_HPU_LISTS: Final = ("PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST")
 
 _ENGINES: Final[tuple[EngineName, ...]] = get_args(EngineName)
 _FALLBACKS: Final[tuple[Fallback, ...]] = get_args(Fallback)
@@ -78,10 +74,11 @@ def rules() -> str:
     return os.environ.get(RULES, "")
 
 
-def hpu_lists() -> tuple[tuple[Cast, str, Path], ...]:
-    """Gaudi's operation lists that are set: (cast, variable, path of a file with one operation a line)."""
-    found = ((which, name, os.environ.get(name)) for which, name in HPU_LISTS)
-    return tuple((which, name, Path(value).expanduser()) for which, name, value in found if value)
+def refuse_hpu_lists() -> None:
+    """Raises where Gaudi's variables replace the lists that the policy ``hpu`` has."""
+    for name in _HPU_LISTS:
+        if os.environ.get(name):
+            raise PolicyError(f"{name} is set, which the policy 'hpu' does not follow; write a policy that extends it")
 
 
 def fallback() -> Fallback:

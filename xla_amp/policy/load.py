@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
-from xla_amp.common import files
+from xla_amp.common import config, files
 from xla_amp.common.types import CASTS, LOW_DTYPES, Layer, LowDtype
 from xla_amp.errors import PolicyError
 from xla_amp.policy import module_patterns, op_catalog
@@ -131,6 +131,8 @@ def signature(path: Path) -> tuple[Path, int, int]:
 
 @functools.cache
 def _builtin(name: str) -> Policy:
+    if name == "hpu":
+        config.refuse_hpu_lists()
     return _policy(f"tables/{name}.toml", op_catalog.read_table(name), "builtin")
 
 

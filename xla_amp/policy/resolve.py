@@ -26,7 +26,7 @@ def resolve(policy: PolicyLike, context: Mapping[str, Cast] | None = None) -> Po
     """`policy` with every layer that applies now.
 
     Lowest rank first: built-in table, rows of the policy's own file, the file in ``XLA_AMP_POLICY``, ``XLA_AMP_RULES``,
-    open overrides of this thread, and the rules in `context`.  For ``hpu``, Gaudi's lists replace rows of the table.
+    open overrides of this thread, and the rules in `context`.
 
     Equal layers give the identical object.  Resolving a resolved policy starts from its base and keeps its context
     rules.
@@ -48,12 +48,6 @@ def resolve(policy: PolicyLike, context: Mapping[str, Cast] | None = None) -> Po
         local = (*local, _mapping_layer("context", _items(context)))
     # Runs on every entry of a region, so each part is skipped without a call where it is not used.
     layers = base.layers
-    for layer in layers:
-        if layer.origin == "tables/hpu.toml":
-            from xla_amp.policy import gaudi
-
-            layers = gaudi.layers(base)
-            break
     file, text = config.policy_file(), config.rules()
     if file is not None:
         layers = (*layers, rules_from_file(*signature(file)))
