@@ -12,12 +12,12 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from xla_amp.common import config, events
 from xla_amp.common.types import Cast, Layer
 from xla_amp.errors import PolicyError
-from xla_amp.policy import effects, module_patterns, regions
+from xla_amp.policy import effects, regions
 from xla_amp.policy.load import PolicyLike, check, load, rule, rules_from_file, signature
 from xla_amp.policy.policy import Policy, Rule, RuleLayer
 
@@ -137,10 +137,8 @@ class override:
     An inner override wins over an outer one.  The same object may be entered again while it is open.
 
     Args:
-        rules: mapping from an operation (name or glob), ``class:<operation class>`` or ``module:<path>`` to a cast.
-        module: path of modules as ``named_modules`` gives it; globs and a final operation are allowed
-            (``"*.attention"``, ``"*.attention.softmax"``); gets `cast`.
-        cast: the cast of `module`.
+        rules: mapping from an operation (name or glob), ``class:<operation class>`` or ``module:<path>`` to a cast; the
+            path is that of ``named_modules``, with globs or a final operation (``"module:*.attention.softmax"``).
         strict: a rule that has matched no operation when the block ends is an error instead of a `RuleWarning`, if the
             block ran operations under autocast.
         **casts: casts by operation, for names that are Python identifiers.
@@ -160,20 +158,17 @@ class override:
         rules: Mapping[str, Cast] | None = None,
         /,
         *,
-        module: str | None = None,
-        cast: Cast | None = None,
         strict: bool = False,
         **casts: Cast,
     ) -> None:
         given: Mapping[str, Any] = {} if rules is None else rules
         if not isinstance(given, Mapping):
             raise PolicyError(f'override() expects a mapping such as {{"softmax": "fp32"}}, got {given!r}')
-        named: dict[str, Any] = {**casts, **_module_rule(module, cast)}
-        if twice := sorted(set(given) & set(named)):
+        if twice := sorted(set(given) & set(casts)):
             raise PolicyError(f"override(): {', '.join(twice)} is given as a mapping and as a keyword; keep one")
-        if not given and not named:
-            _no_rules()
-        self.layer = _mapping_layer("override", _items({**given, **named}))
+        if not given and not casts:
+            raise PolicyError('override() without rules would change nothing; pass some: override({"softmax": "fp32"})')
+        self.layer = _mapping_layer("override", _items({**given, **casts}))
         """The rules, for the fronts."""
         self._strict = strict
         self._entries = _Entries()
@@ -256,22 +251,6 @@ def reopened(saved: OpenRules) -> Iterator[None]:
         _overrides.stack, _overrides.open = before
         for listener, layer in reversed(told):
             listener(layer, False)
-
-
-def _module_rule(module: Any, cast: Any) -> dict[str, Any]:
-    """The rule of `override` for its argument `module`."""
-    if module is not None and not isinstance(module, str):
-        raise PolicyError(f"override(module={module!r}): expected a string, got {type(module).__name__}")
-    if (cast is None) != (module is None):
-        raise PolicyError(
-            'override(): module= goes with cast=, e.g. override(module="*.attention.softmax", cast="low"); an '
-            'operation is written override({"softmax": "low"})'
-        )
-    return {} if module is None else {f"{module_patterns.PREFIX}{module}": cast}
-
-
-def _no_rules() -> NoReturn:
-    raise PolicyError('override() without rules would change nothing; pass some, e.g. override({"softmax": "fp32"})')
 
 
 def unused_rules(policy: PolicyLike) -> tuple[Rule, ...]:

@@ -258,7 +258,7 @@ def test_rules_for_modules_are_followed(device, low_of):
     seen = []
     model[0].register_forward_hook(lambda module, inputs, result: seen.append(result.dtype))
     run = compiled(model, fullgraph=False)
-    with xla_amp.policy.override(module="0", cast="fp32"), xla_amp.autocast(device):
+    with xla_amp.policy.override({"module:0": "fp32"}), xla_amp.autocast(device):
         assert run(torch.ones(2, 4, device=device)).dtype is low_of(device)
     assert seen == [torch.float32]
 

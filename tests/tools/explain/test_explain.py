@@ -56,7 +56,7 @@ def test_a_forward_pass(device):
     model, x = Model().to(device), torch.rand(4, 4).to(device)
     with (
         xla_amp.explain() as report,
-        policy.override(module="*.attention.softmax", cast="low"),
+        policy.override({"module:*.attention.softmax": "low"}),
         xla_amp.autocast(device, policy="cpu"),
     ):
         model(x)
