@@ -48,7 +48,7 @@ class Trainer:
         if self.monitor is None:
             self.step(*self.batch)
         else:
-            with self.monitor.step(*self.batch) as running:
+            with self.monitor.step() as running:
                 running.loss = self.step(*self.batch)
         xla_amp.sync(wait=True)
 

@@ -12,7 +12,7 @@ from xla_amp import cli
 from xla_amp.common import files
 from xla_amp.errors import FileError, ModuleError, PolicyError
 from xla_amp.policy import load
-from xla_amp.tools.monitor import history, on_jax
+from xla_amp.tools.monitor import history
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
@@ -70,14 +70,6 @@ def test_a_malformed_policy(tmp_path, text):
     (tmp_path / "policy.toml").write_text(f"low = {text}")
     with pytest.raises(PolicyError, match=r"policy\.toml"):
         load(tmp_path / "policy.toml")
-
-
-@pytest.mark.parametrize("text", [DEEP, LONG, "3", "[]", "null", "{}"], ids=lambda text: text[:20])
-def test_a_malformed_step_that_a_monitor_kept(tmp_path, text):
-    for name in ("_METADATA", "_CHECKPOINT_METADATA"):
-        (tmp_path / name).write_text(text)
-    with pytest.raises(FileError, match=r"no step of xla_amp\.jax\.monitor is kept here"):
-        on_jax.load(tmp_path, ())
 
 
 # ---- the terminal ----------------------------------------------------------------------------------------------------

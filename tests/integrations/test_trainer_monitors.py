@@ -1,4 +1,4 @@
-"""The monitor in Lightning's and transformers' trainers: each optimizer step is one, with its batches and loss."""
+"""The monitor in Lightning's and transformers' trainers: each optimizer step is one, with its loss."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-
-from xla_amp.tools.monitor.on_pytorch import RunningStep
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the trainers' own
 
@@ -23,19 +21,6 @@ def data(count: int = 8):
     return x, torch.randint(0, 3, (2 * count,))
 
 
-@pytest.fixture
-def batches(monkeypatch):
-    """What each step would be kept with."""
-    found, end = [], RunningStep.end
-
-    def recorded(step, *given):
-        found.append(step.batch)
-        end(step, *given)
-
-    monkeypatch.setattr(RunningStep, "end", recorded)
-    return found
-
-
 def check(history):
     assert history.of("step") == [0, 1, 2, 3]
     assert [math.isfinite(loss) for loss in history.of("loss")[:3]] == [True, True, False]
@@ -44,7 +29,7 @@ def check(history):
     assert "body" in history.steps[0].largest
 
 
-def test_lightning(tmp_path, batches):
+def test_lightning(tmp_path):
     lightning = pytest.importorskip("lightning", reason="the extra `lightning`")
     from xla_amp.integrations.lightning import MonitorCallback
 
@@ -67,11 +52,9 @@ def test_lightning(tmp_path, batches):
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data()), batch_size=2)
     trainer.fit(Net(), loader)
     check(recorder.monitor.history)
-    assert [len(batch) for batch in batches[2]] == [2, 2]
-    assert batches[2][1][0].isinf().any()
 
 
-def test_transformers(tmp_path, batches):
+def test_transformers(tmp_path):
     transformers = pytest.importorskip("transformers", reason="the extra `huggingface`")
     from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -100,5 +83,3 @@ def test_transformers(tmp_path, batches):
 
     InOrder(Net(), arguments, train_dataset=rows, callbacks=[recorder]).train()
     check(recorder.monitor.history)
-    assert [sorted(batch) for batch in batches[2]] == [["labels", "x"]] * 2
-    assert batches[2][1]["x"].isinf().any()

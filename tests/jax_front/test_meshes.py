@@ -89,7 +89,7 @@ FILES = {
     "mixed": ("autocast_contracts autocast_composition jax_overflow loss_scale",),
 }
 """Mesh -> files that run on it, in a process for each text: all on explicit axes, a sample on the others."""
-OWN_PROCESSES = {"autocast_targets", "jax_monitor_processes", "meshes"}
+OWN_PROCESSES = {"autocast_targets", "meshes"}
 """Files whose programs run in processes or on devices that the mesh does not reach."""
 
 

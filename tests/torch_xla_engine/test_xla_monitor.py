@@ -1,4 +1,4 @@
-"""`monitor` on torch_xla: the first bad step, which `find_overflow` runs; its numbers are those of every device."""
+"""`monitor` on torch_xla: a bad step, which `find_overflow` runs; its numbers are those of every device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return made
 
 
-def test_the_first_bad_step_is_kept_and_found(tmp_path):
+def test_a_bad_step_is_named_and_found():
     model = network().to("xla")
     optimizer = xla_amp.syncfree.SGD(model.parameters(), lr=0.1)
     scaler = xla_amp.GradScaler(init_scale=8.0)
@@ -37,15 +37,15 @@ def test_the_first_bad_step_is_kept_and_found(tmp_path):
         scaler.update()
         return loss.detach()
 
-    recorder = xla_amp.monitor(model, optimizer, scaler, directory=tmp_path)
+    recorder = xla_amp.monitor(model, optimizer, scaler)
     with pytest.warns(UserWarning, match=f"step {BAD} is bad: .*the first layer with an inf or NaN is 0"):  # noqa: PT031
         for x, y in batches(BAD + 3):
             moved = x.to("xla"), y.to("xla")
-            with recorder.step(*moved) as running:
+            with recorder.step() as running:
                 running.loss = step(*moved)
             xla_amp.sync()
     assert recorder.read().of("skipped") == [number == BAD for number in range(BAD + 3)]
     recorder.close()
-    report = xla_amp.find_overflow(step, kept=tmp_path / f"step-{BAD}")
-    assert report.scale == 8.0
+    report = xla_amp.find_overflow(step, *[tensor.to("xla") for tensor in batches(BAD + 1)[BAD]])
+    assert report.scale == 4.0
     assert report.first.place.module == "0"

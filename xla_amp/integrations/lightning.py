@@ -171,23 +171,23 @@ class LossScaleMonitor(Callback):
 
 
 class MonitorCallback(TrainerSteps, Callback):
-    """`xla_amp.monitor` as the attribute `monitor`, with the batches and losses; takes its options by name."""
+    """`xla_amp.monitor` as the attribute `monitor`, with the losses; takes its options by name."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Starts the monitor."""
         self._start(pl_module, trainer.optimizers[0], getattr(trainer.precision_plugin, "scaler", None))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begins a step, or adds a micro-batch to it."""
+        """Begins a step, unless the batch belongs to the one that has begun."""
         if self._step is None:
             self._begin()
             self._before = trainer.global_step
-        self._add((batch,))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *rest: Any) -> None:
         """Ends the step if this was its last micro-batch."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        self._add((), loss, trainer.accumulate_grad_batches)
+        if loss is not None:
+            self._add(loss, trainer.accumulate_grad_batches)
         if trainer.global_step != self._before:
             self._end()
 

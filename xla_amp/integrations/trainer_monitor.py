@@ -10,18 +10,18 @@ from xla_amp.integrations.trainer_steps import TrainerSteps
 
 
 class MonitorCallback(TrainerSteps, TrainerCallback):
-    """`xla_amp.monitor` of the trained model, its optimizer and its scaler; a batch is the arguments of the model.
+    """`xla_amp.monitor` of the trained model, its optimizer and its scaler.
 
     Args:
-        options: arguments of `xla_amp.monitor` by name, as ``directory`` and ``sinks``.
+        options: arguments of `xla_amp.monitor` by name, as ``sinks``.
 
     `monitor` is the `Monitor` once training has started.
 
     Example:
-        Trainer(model, arguments, train_dataset=data, callbacks=[MonitorCallback(directory="runs/1")])
+        Trainer(model, arguments, train_dataset=data, callbacks=[MonitorCallback(sinks=[print])])
     """
 
-    _handles: tuple[Any, ...] = ()
+    _handle: Any = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Begins a step; the first one starts the monitor."""
@@ -29,21 +29,14 @@ class MonitorCallback(TrainerSteps, TrainerCallback):
             model, optimizer = given["model"], given["optimizer"]
             scaler = getattr(optimizer, "scaler", None)  # Accelerate's wrapper has both
             self._start(model, getattr(optimizer, "optimizer", optimizer), scaler)
-            self._handles = (
-                model.register_forward_pre_hook(self._before, with_kwargs=True),
-                model.register_forward_hook(self._after),
-            )
+            self._handle = model.register_forward_hook(self._after)
         self._begin()
         self._parts = args.gradient_accumulation_steps
-
-    def _before(self, model: Any, args: Any, kwargs: Any) -> None:
-        if model.training:
-            self._add((dict(kwargs) or args,))
 
     def _after(self, model: Any, args: Any, output: Any) -> None:
         loss = getattr(output, "loss", None)
         if loss is not None and model.training:
-            self._add((), loss.detach(), self._parts)
+            self._add(loss.detach(), self._parts)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Ends the step."""
@@ -51,6 +44,6 @@ class MonitorCallback(TrainerSteps, TrainerCallback):
 
     def on_train_end(self, *args: Any, **given: Any) -> None:
         """Reads what is left, and removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
         super().on_train_end()

@@ -7,8 +7,7 @@ import math
 
 import pytest
 
-from xla_amp.tools.monitor.history import History, StepRecord
-from xla_amp.tools.monitor.host_monitor import is_bad
+from xla_amp.tools.monitor.history import History, StepRecord, is_bad
 
 GOOD = StepRecord(step=1, loss=1.0, loss_scale=2.0, gradient_norm=1.0)
 

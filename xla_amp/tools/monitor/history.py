@@ -1,12 +1,14 @@
-"""Records of training steps, and their report; free of torch and JAX."""
+"""The host's half of a monitor, the same on every front: records of steps, and their report."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Final
 
+from xla_amp.common import events
 from xla_amp.common.tables import Table
 from xla_amp.tools.explain.page import Page, Report, Section
 
@@ -110,3 +112,55 @@ class History(Report):
                 courses.setdefault(layer or "the model", []).append(value)
         rows = [(name, found[-1], max(filter(math.isfinite, found), default=None)) for name, found in courses.items()]
         return Table(columns=("layer", "largest now", "highest"), rows=rows)
+
+
+class HostMonitor:
+    """The steps of a run that are known; fronts document the arguments."""
+
+    find: ClassVar[str]
+    """How users call the front's `find_overflow`."""
+
+    def __init__(self, sinks: Iterable[Callable[[StepRecord], object]]) -> None:
+        self._sinks = tuple(sinks)
+        self._next_step = 0
+        self._waiting: deque[Any] = deque()
+        """Steps that have not been read, in order: objects with ``ready()`` and ``record()``, None if a step failed."""
+        self._records: deque[StepRecord] = deque(maxlen=1000)
+        self._good: StepRecord | None = None
+        """The last step that was not skipped."""
+
+    @property
+    def history(self) -> History:
+        """What has been read so far."""
+        return History(list(self._records))
+
+    def read(self) -> History:
+        """Waits for everything recorded so far, and returns the history."""
+        self._collect(wait=True)
+        return self.history
+
+    def _collect(self, *, wait: bool) -> None:
+        """Takes the steps whose numbers have arrived, or waits for all."""
+        while self._waiting and (wait or self._waiting[0].ready()):
+            record = self._waiting.popleft().record()
+            if record is None:
+                continue
+            record = dataclasses.replace(record, bad=is_bad(self._good, record))
+            first = record.bad and not (self._records and self._records[-1].bad)
+            self._good = self._good if record.skipped else record
+            self._records.append(record)
+            for sink in self._sinks:
+                sink(record)
+            if first:
+                events.warn(f"monitor: step {record.step:,} is bad: {record.what()}. {self.find} finds the operation")
+
+
+def is_bad(good: StepRecord | None, record: StepRecord) -> bool:
+    """`StepRecord.bad`; `good` is the last one before it that was not skipped, None while the first scale is sought."""
+    if record.loss is not None and not math.isfinite(record.loss):
+        return True  # dynamic scaling overflows the scaled loss; the loss itself stays finite
+    if record.skipped:
+        scale = record.loss_scale
+        return scale is None or (good is not None and scale <= (good.loss_scale or 0.0))
+    norm = record.gradient_norm
+    return record.loss_scale is None and norm is not None and not math.isfinite(norm)

@@ -1,24 +1,17 @@
-"""`statistics` and `monitor` for JAX: a pure function whose arrays the step returns, and an object that reads them.
-
-The arrays of the first bad step are in ``DIRECTORY/step-N``, which Orbax writes.
-"""
+"""`statistics` and `monitor` for JAX: a pure function whose arrays the step returns, and an object that reads them."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.errors import FileError, MissingLibraryError, StepError
 from xla_amp.jax.loss_scale import LossScale, is_inexact
-from xla_amp.tools.monitor.history import StepRecord
-from xla_amp.tools.monitor.host_monitor import HostMonitor
+from xla_amp.tools.monitor.history import HostMonitor, StepRecord
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +38,7 @@ def statistics(
         loss: () unscaled.
         loss_scale: the `LossScale` that the step used, or its value.
         skipped: () bool: whether the step took the old state, as ``~out.finite`` or ``~state.finite`` of
-            `skip_nonfinite`.  None: nothing guards the update, so no bad step can be kept.
+            `skip_nonfinite`.  None: nothing guards the update.
         layers: a pytree of results of layers, such as Flax's ``intermediates``, whose largest magnitudes are recorded.
 
     Example:
@@ -78,7 +71,6 @@ class _Waiting:
 
     step: int
     statistics: Statistics
-    arguments: tuple[Any, ...]
 
     def ready(self) -> bool:
         return bool(self.statistics.numbers.is_ready())  # type: ignore[attr-defined]  # JAX's stubs lack it
@@ -93,12 +85,7 @@ class Monitor(HostMonitor):
     """Records a run in JAX: `record` takes what `statistics` returned in each step.
 
     Args:
-        directory: gets the first bad step for ``find_overflow(step, *arguments, kept=...)``.  Until one is kept,
-            `record` waits for its step.  Needs Orbax.
         sinks: functions that are called with each `StepRecord`, in order.
-
-    Raises:
-        MissingLibraryError: there is a directory, and Orbax is not installed.
 
     Example:
         >>> recorder = monitor()
@@ -108,116 +95,27 @@ class Monitor(HostMonitor):
         [1.0, 0.5]
     """
 
-    find = "xla_amp.jax.find_overflow(step, *arguments{})"
+    find = "xla_amp.jax.find_overflow(step, *arguments)"
 
-    def __init__(
-        self,
-        *,
-        directory: str | os.PathLike[str] | None = None,
-        sinks: Iterable[Callable[[StepRecord], object]] = (),
-    ) -> None:
-        super().__init__(directory, sinks)
-        if directory is not None:
-            _checkpointer().close()
+    def __init__(self, *, sinks: Iterable[Callable[[StepRecord], object]] = ()) -> None:
+        super().__init__(sinks)
 
-    def record(self, statistics: Statistics, *arguments: Any) -> None:
-        """Takes the numbers of a step; without a directory they are read later, when they have arrived.
-
-        Args:
-            statistics: what the step has returned.
-            *arguments: of the step, which are kept if it was bad: its state as the step returned it, which is the state
-                before it if it was skipped, and its batch.
+    def record(self, statistics: Statistics) -> None:
+        """Takes the numbers that a step has returned; they are read later, when they have arrived.
 
         Raises:
             TypeError: `statistics` is something else.
         """
         if not isinstance(statistics, Statistics) or isinstance(statistics.numbers, jax.core.Tracer):
             raise TypeError(
-                "monitor.record(statistics, *arguments): expected what xla_amp.jax.statistics(grads, ...) returned in "
+                "monitor.record(statistics): expected what xla_amp.jax.statistics(grads, ...) returned in "
                 f"the step, after it and outside of jax.jit; got {type(statistics).__name__}"
             )
-        if "skipped" not in statistics.names and self._guarded:
-            self._says_unguarded("Call xla_amp.jax.statistics(..., skipped=~finite) where the step takes the old state")
         with jax.transfer_guard_device_to_host("allow"):
             statistics.numbers.copy_to_host_async()
-        self._waiting.append(_Waiting(self._next_step, statistics, arguments if self._keeps else ()))
+        self._waiting.append(_Waiting(self._next_step, statistics))
         self._next_step += 1
-        self._collect(wait=self._keeps)
-
-    def _save(self, folder: Path, waiting: _Waiting, record: StepRecord) -> None:
-        if not waiting.arguments:
-            raise ValueError("monitor.record(statistics, *arguments) was given no arguments")
-
-        def before(value: Any) -> Any:
-            if not isinstance(value, LossScale):
-                return value
-            return dataclasses.replace(value, value=jnp.full_like(value.value, record.loss_scale or 1.0))
-
-        arguments = jax.tree.map(before, waiting.arguments, is_leaf=lambda value: isinstance(value, LossScale))
-        arrays = [_data(leaf) for leaf in jax.tree.leaves(arguments) if _is_array(leaf)]
-        with _checkpointer() as checkpointer:
-            checkpointer.save(folder.absolute(), arrays, force=True)
+        self._collect(wait=False)
 
 
 monitor = Monitor
-
-
-def load(path: str | os.PathLike[str], arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """`arguments` with the values of a kept step.
-
-    Args:
-        path: ``DIRECTORY/step-N``.
-        arguments: of the step, in shape and dtype as in the run; their values do not matter.
-
-    Raises:
-        FileError: there is no kept step.
-        StepError: `arguments` are not like those of the step.
-    """
-    leaves, tree = jax.tree.flatten(tuple(arguments))
-    given = [_data(leaf) for leaf in leaves if _is_array(leaf)]
-    like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in given]
-    with _checkpointer() as checkpointer:
-        try:
-            found = checkpointer.metadata(Path(path).absolute())  # a tree, and in later versions an object that has it
-            kept = _types(jax.tree.leaves(getattr(found, "item_metadata", found)))
-        except Exception as error:  # Orbax raises anything for files of another kind
-            raise FileError(f"{path}: no step of xla_amp.jax.monitor is kept here: {error!r}") from error
-        if not kept:
-            raise FileError(f"{path}: no step of xla_amp.jax.monitor is kept here")
-        if kept != _types(given):
-            raise StepError(
-                f"find_overflow(step, *arguments, kept={os.fspath(path)!r}): pass the step's arguments, in any values; "
-                f"expected {', '.join(kept)}, got {', '.join(_types(given)) or 'none'}"
-            )
-        values = iter(checkpointer.restore(Path(path).absolute(), like))
-    restored = [_restored(leaf, next(values)) if _is_array(leaf) else leaf for leaf in leaves]
-    return tuple(jax.tree.unflatten(tree, restored))
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray)
-
-
-def _types(arrays: Sequence[Any]) -> list[str]:
-    return [f"{array.dtype}{list(array.shape)}" for array in arrays]
-
-
-def _data(leaf: Any) -> jax.Array:
-    """The numbers of a random key; another array itself."""
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jnp.asarray(leaf)
-
-
-def _restored(leaf: Any, value: Any) -> Any:
-    if not getattr(leaf, "committed", False):
-        value = jnp.asarray(np.asarray(value))  # Orbax commits it to a device, which JAX does not mix with a mesh
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)) if is_key else value
-
-
-def _checkpointer() -> Any:
-    try:
-        import orbax.checkpoint  # type: ignore[import-untyped]
-    except ImportError:
-        needs = "xla_amp.jax.monitor(directory=...) keeps the first bad step with Orbax"
-        raise MissingLibraryError(f"{needs}: pip install 'xla-amp[checkpoint]'") from None
-    return orbax.checkpoint.StandardCheckpointer()

@@ -7,21 +7,17 @@ replays run no Python.  At the end of each step the host starts to read what the
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from xla_amp.backends import base, devices, dynamo, module_paths, step_state
+from xla_amp.backends import base, devices, dynamo, module_paths
 from xla_amp.backends.trees import tree_leaves
 from xla_amp.common import arguments
 from xla_amp.errors import StepError
-from xla_amp.tools.monitor import kept
-from xla_amp.tools.monitor.history import StepRecord
-from xla_amp.tools.monitor.host_monitor import HostMonitor
+from xla_amp.tools.monitor.history import HostMonitor, StepRecord
 
 _NUMBERS: Final = ("count", "skipped", "loss_scale", "gradient_norm")
 """What `Monitor._status` begins with; ``count`` is the number of the step, from 1."""
@@ -32,13 +28,9 @@ _TOGETHER: Final = 100
 class RunningStep:
     """One step while it runs; ``with monitor.step(...) as step`` gives it."""
 
-    def __init__(self, number: int, batch: tuple[Any, ...], generators: dict[str, Any] | None) -> None:
+    def __init__(self, number: int) -> None:
         self.loss: torch.Tensor | float | None = None
         """Set it to the step's loss, () or with one element; it is read later, without waiting."""
-        self.batch = batch
-        """What is kept of a bad step as its batch; set it where it is known only in the block."""
-        self.generators = generators
-        """Random states before the step; None if it would not be kept."""
         self._number = number
 
     def end(self, monitor: Monitor) -> None:
@@ -82,9 +74,7 @@ class Monitor(HostMonitor):
     Args:
         model: in evaluation mode, or without gradients, nothing is recorded.
         optimizer: its step ends a step.
-        scaler: None records no loss scale, and nothing guards the update: no bad step can be kept.
-        directory: gets the first bad step (`xla_amp.tools.monitor.kept`) for ``find_overflow(step, kept=...)``.  Until
-            one is kept, each step waits for the one before it: otherwise the state would have gone on.
+        scaler: None records no loss scale.
         sinks: functions that are called with each `StepRecord`, in order.
 
     Raises:
@@ -102,7 +92,7 @@ class Monitor(HostMonitor):
         [()]
     """
 
-    find = "xla_amp.find_overflow(step{})"
+    find = "xla_amp.find_overflow(step, batch)"
 
     def __init__(
         self,
@@ -110,15 +100,14 @@ class Monitor(HostMonitor):
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler | None = None,
         *,
-        directory: str | os.PathLike[str] | None = None,
         sinks: Iterable[Callable[[StepRecord], object]] = (),
     ) -> None:
-        super().__init__(directory, sinks)
+        super().__init__(sinks)
         arguments.require("monitor(model)", model, torch.nn.Module, "a torch.nn.Module")
         arguments.require("monitor(model, optimizer)", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         self._model, self._optimizer = model, optimizer
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._device = kept.device_of(model)
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._layers = [path for path, _ in model.named_modules()]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -143,24 +132,16 @@ class Monitor(HostMonitor):
             optimizer.register_step_pre_hook(_Hook(self, "_before_step")),
             optimizer.register_step_post_hook(_Hook(self, "_after_step")),
         ]
-        if self._scaler is None:
-            self._says_unguarded("Type xla_amp.monitor(model, optimizer, xla_amp.GradScaler(), directory=...)")
 
     @contextlib.contextmanager
-    def step(self, *batch: Any) -> Iterator[RunningStep]:
+    def step(self) -> Iterator[RunningStep]:
         """Context manager around one step: all its micro-batches, the backward passes and the optimizer.
-
-        Args:
-            batch: what ``find_overflow(step, kept=...)`` calls the step with if it is bad: tensors, numbers and texts
-                in lists, tuples and dicts.
 
         Set ``step.loss`` inside to record the loss.  Outside of blocks nothing is recorded.
         """
         if self._counts:
             raise RuntimeError("monitor.step(): the step before has not ended; one `with` block holds one step")
-        if self._keeps:
-            self._collect(wait=True)
-        entry = RunningStep(self._next_step, batch, step_state.random_state() if self._keeps else None)
+        entry = RunningStep(self._next_step)
         self._counts = self._model.__dict__[self._flag] = True
         self._ended, scale = 0, self._loss_scale()
         try:
@@ -179,7 +160,6 @@ class Monitor(HostMonitor):
                 self._end(torch.ones(()), scale)
         self._next_step += 1
         entry.end(self)
-        entry.batch = entry.batch if self._keeps else ()
         self._waiting.append(entry)
         self._collect(wait=self._device.type == "xla" and len(self._waiting) >= _TOGETHER)
 
@@ -191,9 +171,6 @@ class Monitor(HostMonitor):
             while self._handles:
                 self._handles.pop().remove()
             self._model.__dict__.pop(self._flag, None)
-
-    def _save(self, folder: Path, waiting: RunningStep, record: StepRecord) -> None:
-        kept.save(folder, record, waiting.batch, waiting.generators, self._model, self._optimizer, self._scaler)
 
     def _layer(self, path: str, module: Any, inputs: Any, output: object) -> None:
         """The layer at `path` has returned `output`."""

@@ -24,15 +24,12 @@ from xla_amp.errors import StepError
 from xla_amp.jax import compat, modules, rebind
 from xla_amp.jax.contraction_primitives import original_call
 from xla_amp.jax.primitives import info
-from xla_amp.tools.monitor import on_jax as kept_step
 from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer, ProducerOperand, produced, statistics
 
 _PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
 
 
-def find_overflow(
-    function: Callable[..., Any], /, *args: Any, kept: str | os.PathLike[str] | None = None, **kwargs: Any
-) -> OverflowReport:
+def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> OverflowReport:
     """Finds the operation of a JAX function, or of a whole training step, that produces the first inf or NaN.
 
     Runs the function once, one operation after the other, and looks at each result: in ``jit``, ``scan`` and ``while``
@@ -48,8 +45,6 @@ def find_overflow(
     Args:
         function: any function of pytrees.  For gradients pass ``jax.grad(loss)`` or the step.
         *args: for `function`.
-        kept: the folder of a bad step that `xla_amp.jax.monitor` kept, ``"run/step-40000"``: the arrays in `args` get
-            the values of that step.
         **kwargs: for `function`.
 
     Returns:
@@ -57,9 +52,7 @@ def find_overflow(
 
     Raises:
         StepError: the function runs no JAX operation that can be watched: it is a program that was compiled ahead of
-            time, or computes in another library; the call is inside of a function that JAX traces; or `args` are not
-            like those of the kept step.
-        FileError: `kept` is no kept step.
+            time, or computes in another library; or the call is inside of a function that JAX traces.
         TypeError: `function` is not callable.
 
     Example:
@@ -71,8 +64,6 @@ def find_overflow(
         raise TypeError(f"find_overflow() expects a function, got {function!r} ({type(function).__name__})")
     if isinstance(function, jax.stages.Compiled):
         raise StepError("find_overflow: a program that was compiled ahead of time has no operations; pass the function")
-    if kept is not None:
-        args = kept_step.load(kept, args)
     parent = compat.current_trace()
     if not compat.is_eager(parent):
         raise StepError("find_overflow: called inside of a function that JAX traces; call it with concrete values")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from xla_amp.backends.step_state import reachable, restored
 from xla_amp.backends.trees import tree_leaves
 from xla_amp.common import arguments, compiling, progress
 from xla_amp.errors import StepError
-from xla_amp.tools.monitor import kept as kept_step
 from xla_amp.tools.overflow.dispatch_modes import Magnitudes, Operands, is_floating
 from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer
 
@@ -25,7 +23,6 @@ def find_overflow(
     step: Callable[..., Any],
     *args: Any,
     objects: Iterable[Any] = (),
-    kept: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> OverflowReport:
     """Finds the operation that produces the first inf or NaN of a training step.  Leaves all state as it was.
@@ -46,13 +43,9 @@ def find_overflow(
         *args: for `step`.
         **kwargs: for `step`.
         objects: further modules, optimizers, schedulers and scalers that the step changes.
-        kept: the folder of a bad step that `xla_amp.monitor` kept, ``"run/step-40000"``: the step runs in the state
-            before it, with its random state, and with its batch unless arguments are given.
 
     Raises:
-        StepError: the second run differs from the first, the step runs no torch operation, or it does not reach a
-            model, optimizer and scaler that the kept state fits.
-        FileError: `kept` is no kept step.
+        StepError: the second run differs from the first, or the step runs no torch operation.
         TypeError: `step` is not callable.
 
     Example:
@@ -66,10 +59,6 @@ def find_overflow(
     arguments.require_function("find_overflow(step)", step, "one iteration of a training loop, as a function")
     step = uncompiled(step)
     found = [*reachable(step, (*args, *kwargs.values())), *objects]
-    if kept is not None:
-        with restored(found):
-            batch = kept_step.restore(kept, found)
-            return find_overflow(step, *(args or batch), objects=objects, **kwargs)
     with (
         progress.shown("find_overflow", first=3),
         compiling.for_few_runs(),
