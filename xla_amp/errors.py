@@ -40,10 +40,7 @@ class MissingLoweringError(XlaAmpError, NotImplementedError):
 
 
 class StepFailedError(XlaAmpError, RuntimeError):
-    """A step that failed while it ran; tensors that depend on the failed operation have their values from before it."""
-
-    contained = False
-    """Whether no tensor that existed before the step was lost: every one that the step wrote has its new value."""
+    """A step that failed while it ran; tensors have their values from before it, new ones raise when they are read."""
 
 
 class StepError(XlaAmpError, RuntimeError):

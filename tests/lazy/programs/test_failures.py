@@ -288,10 +288,9 @@ def test_a_failed_step_keeps_the_values_from_before_it(device: torch.device) -> 
     state.mul_(sometimes(parameter))
     lost = state + 1
     named = r"lowering of lazy_failures.sometimes failed on \(float32\[3\]\): .* \(recorded at .*test_failures.py:\d+\)"
-    with counted() as counts, pytest.raises(StepFailedError, match=named) as caught:
+    with counted() as counts, pytest.raises(StepFailedError, match=named):
         engine.sync()
     assert (counts.executions, counts.compilations) == (0, 0)
-    assert not caught.value.contained
     assert (array_behind(parameter), array_behind(state)) == before
     assert parameter.tolist() == state.tolist() == [1, 1, 1]
     with pytest.raises(StepFailedError, match=r"was to be computed by a step that failed: .*no such luck"):
@@ -304,31 +303,17 @@ def test_a_failed_step_keeps_the_values_from_before_it(device: torch.device) -> 
     assert lost.tolist() == [4, 4, 4]
 
 
-@pytest.mark.parametrize("how", ["lowering", "execution"])
-def test_what_does_not_depend_on_the_failure_is_computed(device: torch.device, how: str) -> None:
-    torch.manual_seed(3)
-    written = torch.arange(3.0).to(device)
+def test_a_program_without_memory_keeps_the_values_from_before_it(device: torch.device) -> None:
+    read = torch.arange(3.0).to(device)
     engine.sync()
-    written.mul_(3).add_(0.25)
-    if how == "execution":
-        engine.sync()  # XLA would take the old array's memory before it fails
-    drawn = torch.rand(3, device=device)
-    line = sys._getframe().f_lineno + 1
-    bad = torch.ops.lazy_failures.sometimes(written) if how == "lowering" else torch.zeros(10**13, device=device) + 1
-    good = written * 2 + 1
-    worse = bad[:3] + good
-    assert good.tolist() == [1.5, 7.5, 13.5]  # a read of what is whole
-    assert written.tolist() == [0.25, 3.25, 6.25]
-    reasons = []
-    for lost in (bad, worse):
-        with pytest.raises(StepFailedError, match=f"test_failures.py:{line}") as caught:
+    twice, large = read * 2, torch.zeros(10**13, device=device) + 1
+    with pytest.raises(StepFailedError, match=r"(?i)out of memory"):
+        engine.sync()
+    assert read.tolist() == [0, 1, 2]
+    for lost in (twice, large):
+        with pytest.raises(StepFailedError, match=r"(?i)was to be computed by a step that failed: .*out of memory"):
             lost.sum().item()
-        reasons.append(str(caught.value))
-    assert reasons[0] == reasons[1]
-    assert how == "lowering" or "out of memory" in reasons[0].lower()
-    torch.manual_seed(3)
-    assert torch.equal(drawn.cpu(), torch.rand(3, device=device).cpu())
-    assert torch.rand(3, device=device).tolist() != drawn.tolist()
+    assert (read * 2).tolist() == [0, 2, 4]
 
 
 def test_a_failure_names_the_line_of_its_own_call(device: torch.device) -> None:

@@ -7,10 +7,8 @@ draws from, and the numbers of the values that it reads.  Values are numbered in
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
-
-import jax.numpy as jnp
 
 from xla_amp.lazy.graph.trace import Instruction, Spec, instruction_of, trace
 
@@ -136,28 +134,3 @@ class Tape:
         for node in self.nodes:
             code += [node.instruction.id, *node.draw, *(n if n < 0 else rename(n) for n in node.inputs)]
         return code
-
-    def without(self, lost: Collection[int]) -> list[int]:
-        """The code with zeros in place of the operations whose first result is in `lost`.
-
-        All values keep their numbers.
-        """
-        code: list[int] = []
-        zeros: dict[Instruction, Instruction] = {}
-        for node in self.nodes:
-            if node.first in lost:
-                if node.instruction not in zeros:
-                    zeros[node.instruction] = _zeros(node.instruction)
-                code += [zeros[node.instruction].id, *node.draw]
-            else:
-                code += [node.instruction.id, *node.draw, *node.inputs]
-        return code
-
-
-def _zeros(lost: Instruction) -> Instruction:
-    """An instruction without inputs that gives zeros for the results of `lost`."""
-
-    def emit(*_: object) -> list[object]:
-        return [None if out is None else jnp.zeros(out.shape, out.numpy_dtype) for out in lost.outs]
-
-    return Instruction("lost", emit, lost.outs, 0, lost.floats, lost.ints, random=lost.random)

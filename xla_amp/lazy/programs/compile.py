@@ -256,7 +256,8 @@ def _interpret(
         rng = None
         if node.draw:
             stream, index = node.draw
-            rng = random_key(streams[2 * stream], streams[2 * stream + 1] + index)
+            key = jax.random.key(streams[2 * stream], impl="threefry2x32")
+            rng = jax.random.fold_in(key, streams[2 * stream + 1] + index)
         arguments = (
             [values[number] if number >= 0 else None for number in node.inputs],
             [floats[node.at.floats + i] for i in range(instruction.floats)],
@@ -278,11 +279,6 @@ def _at(instruction: Instruction, place: Place | None) -> Any:
         return private_api.located(instruction.name, instruction.location)
     is_backward = place.phase == "backward"
     return private_api.located(instruction.name, place.location, place.module, backward=is_backward)
-
-
-def random_key(seed: Any, number: Any) -> jax.Array:
-    """The key of the random operation `number` of a stream."""
-    return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), number)
 
 
 def _traced(instruction: Instruction, context: Context, *arguments: Any) -> list[Any]:
@@ -310,10 +306,10 @@ def emit(instruction: Instruction, context: Context, inputs: Any, floats: Any, i
     except XlaAmpError:
         raise
     except Exception as error:
-        raise StepFailedError(failure(instruction, inputs, error)) from error
+        raise StepFailedError(_failure(instruction, inputs, error)) from error
 
 
-def failure(instruction: Instruction, inputs: Sequence[Any], error: Exception) -> str:
+def _failure(instruction: Instruction, inputs: Sequence[Any], error: Exception) -> str:
     """Describes an operation that failed, with the line that recorded it."""
     instruction.forget()  # the next call records its own line
     shapes = ", ".join("None" if x is None else f"{x.dtype}{list(x.shape)}" for x in inputs)

@@ -8,7 +8,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -30,9 +30,6 @@ from xla_amp.lazy.programs.compile import Key, Shardings, XlaProgram, build
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.torch_integration import forks, generator
 from xla_amp.lowering import forms
-
-if TYPE_CHECKING:
-    from xla_amp.lazy.steps import failed_step
 
 _programs = program_cache.new_cache()
 _pending: dict[Callable[[], list[Any]], object] = {}
@@ -70,9 +67,8 @@ def flush() -> None:
     """Runs the trace asynchronously, and starts an empty one; does nothing if nothing was recorded.
 
     Raises:
-        StepFailedError: an operation could not be lowered, or XLA rejected the program.  New tensors that do not depend
-            on it are computed.  Tensors that the trace overwrites get their new values if none of those depends on it;
-            otherwise all of them keep the values from before the first operation of the trace.
+        StepFailedError: an operation could not be lowered, or XLA rejected the program.  All tensors keep the values
+            from before the first operation of the trace; new ones raise when they are read.
     """
     forks.check()
     with trace.lock:
@@ -346,19 +342,17 @@ def _commit(run: Execution) -> None:
 def _abandon(run: Execution, error: BaseException) -> BaseException:
     """Discards the trace after a failure, and returns what to raise.
 
-    Values that do not depend on the operation that failed are still computed (`failed_step`); others are poisoned if
-    they are new or were donated, and otherwise keep the value from before.
+    Values are poisoned if they are new or were donated, and otherwise stay as they were.
     """
     message = f"{type(error).__name__}: {error}{mesh.ended_peers() if isinstance(error, Exception) else ''}"
     reason = error if isinstance(error, XlaAmpError) else StepFailedError(message)
-    rest = None
-    try:
-        if isinstance(error, Exception) and mesh.active is None:
-            rest = _rest(run)
-            if rest is not None and reason is not error:
-                reason = StepFailedError(rest.reason)
-    finally:
-        _restore(run, reason, rest)
+    for buffer, array in zip(run.parameters, run.arrays, strict=True):
+        if array.is_deleted():
+            buffer.store(Poisoned(f"this tensor's memory was handed to a step that then failed: {reason}"))
+    for buffer in run.targets:
+        if buffer.array is None:
+            buffer.store(Poisoned(f"this tensor was to be computed by a step that failed: {reason}"))
+    _forget(run)
     return reason if isinstance(error, Exception) else error
 
 
@@ -398,42 +392,6 @@ def _forget(run: Execution) -> None:
     for buffer in itertools.chain(run.targets, trace.parameters):
         buffer.number = -1
     trace.clear()
-
-
-def _rest(run: Execution) -> failed_step.Rest | None:
-    """What does not depend on the operation that failed, if that can still be computed."""
-    if any(array.is_deleted() for array in run.arrays):
-        return None
-    key, numbers = dataclasses.replace(run.key, spent=()), (run.floats, run.ints)
-    specs = [buffer.spec for buffer in run.parameters]
-    from xla_amp.lazy.steps import failed_step  # only a failure loads it
-
-    try:
-        return failed_step.rest(key, run.numbers, specs, run.arrays, numbers, run.streams, pjrt.platform())
-    except Exception:
-        return None  # the first error is the one to report
-
-
-def _restore(run: Execution, reason: XlaAmpError, rest: failed_step.Rest | None) -> None:
-    """Discards the trace: stores what is left of it; poisons values that were not computed or were donated."""
-    for buffer, array in zip(run.parameters, run.arrays, strict=True):
-        if array.is_deleted():
-            buffer.store(Poisoned(f"this tensor's memory was handed to a step that then failed: {reason}"))
-    values, lost = (rest.values, rest.lost) if rest is not None else ({}, {})
-    targets = list(zip(run.targets, run.key.wanted, strict=True))
-    contained = rest is not None and not any(buffer.array is not None and number in lost for buffer, number in targets)
-    for buffer, number in targets:
-        old = buffer.array
-        if number in values and (contained or old is None):
-            buffer.store(values[number])
-        elif old is None:
-            origin = lost.get(number, reason)
-            buffer.store(Poisoned(f"this tensor was to be computed by a step that failed: {origin}"))
-    if values:
-        generator.advance(run.draws)
-    if isinstance(reason, StepFailedError):
-        reason.contained = contained
-    _forget(run)
 
 
 def reference_counts(items: list[Any]) -> list[int]:

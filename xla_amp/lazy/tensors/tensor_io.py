@@ -369,16 +369,10 @@ def value_of(buffer: Buffer) -> jax.Array:
     """The buffer's value as a concrete array; flushes the trace if needed.  The caller holds the trace's lock."""
     if buffer.array is None and buffer.number < 0:
         add_parameter(buffer)  # memory never written reads as zeros
-    failed: StepFailedError | None = None
     if buffer.number >= 0:
-        try:
-            flush()
-        except StepFailedError as error:
-            if not error.contained:
-                raise
-            failed = error  # what depends on it raises when it is read
+        flush()
     if type(buffer.array) is Poisoned:
-        raise StepFailedError(buffer.array.reason) from failed
+        raise StepFailedError(buffer.array.reason)
     array: jax.Array = buffer.array
     return array
 
