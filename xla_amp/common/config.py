@@ -41,10 +41,8 @@ HUGGINGFACE: Final = "XLA_AMP_HUGGINGFACE"
 
 TAPE_LIMIT_DEFAULT: Final = 100_000
 TIMEOUT_DEFAULT: Final = 300
-PROGRAM_MEMORY_DEFAULT: Final = 512 << 20
-"""Bytes: some 130 programs of a small MLP on XLA:CPU.  A program that is run again costs its compilation."""
-PROGRAMS_LEAST: Final = 8
-"""Programs kept by default whatever they take: a large model's training, evaluation and last batch."""
+PROGRAM_MEMORY_DEFAULT: Final = 1 << 30
+"""Bytes: some 260 programs of a small MLP on XLA:CPU.  A dropped program that is run again is compiled again."""
 TIMEOUT_LEAST: Final = 3
 """JAX's coordinator counts whole seconds, and treats two missing heartbeats as the end of a process."""
 
@@ -163,21 +161,20 @@ def debug() -> frozenset[Debug]:
     return frozenset(cast(list[Debug], words))
 
 
-def program_memory() -> tuple[int, int]:
-    """``XLA_AMP_PROGRAM_MEMORY``: bytes that compiled programs may take together, and how many are kept in any case.
+def program_memory() -> int:
+    """``XLA_AMP_PROGRAM_MEMORY``: bytes that compiled programs may take together; the newest may exceed it.
 
-    A whole number of bytes, or one with K, M or G (powers of 1024), as ``"2G"``.  Unset: 512 MiB, and the 8 that ran
-    last.
+    A whole number of bytes, or one with K, M or G (powers of 1024), as ``"2G"``.  Unset: 1 GiB.
     """
     value = os.environ.get(PROGRAM_MEMORY, "").strip()
     if not value:
-        return PROGRAM_MEMORY_DEFAULT, PROGRAMS_LEAST
+        return PROGRAM_MEMORY_DEFAULT
     text = value.upper().removesuffix("B").removesuffix("I")
     number = text.rstrip("KMG")
     unit = text[len(number) :]
     if not (number.isascii() and number.isdigit() and int(number) and unit in _UNITS):
         raise PolicyError(f"{PROGRAM_MEMORY}={value!r}: expected a size in bytes that is not zero, as 512M or 2G")
-    return int(number) << _UNITS[unit], 1
+    return int(number) << _UNITS[unit]
 
 
 def compiler_options() -> dict[str, str]:

@@ -10,7 +10,6 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from xla_amp.common import config
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
@@ -21,7 +20,7 @@ ComparedArray: TypeAlias = np.ndarray | jax.Array
 """An array on the mesh, or Python numbers of a program as an array on the host."""
 _LISTED = 4
 """Shapes of differing values that an error names."""
-_left = config.PROGRAMS_LEAST
+_left = 8
 """New programs whose arrays are still compared; each time the host reads all of them."""
 
 

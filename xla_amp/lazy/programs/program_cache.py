@@ -12,7 +12,7 @@ import ctypes
 import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from xla_amp.common import config
 from xla_amp.lazy import private_api
@@ -78,18 +78,13 @@ def _count() -> None:
     metrics.program_bytes = sum(program.size for program in kept)
 
 
-def _newest_first() -> Iterator[tuple[XlaProgram, Cache, Key]]:
-    rows = [(program, cache, key) for cache in _caches for key, program in cache.items()]
-    return iter(sorted(rows, key=lambda row: row[0].used, reverse=True))
-
-
 def _drop_beyond_limit() -> None:
     global _untrimmed
-    limit, least = config.program_memory()
-    total = dropped = 0
-    for position, (program, cache, key) in enumerate(_newest_first()):
+    limit, total, dropped = config.program_memory(), 0, 0
+    rows = [(program, cache, key) for cache in _caches for key, program in cache.items()]
+    for position, (program, cache, key) in enumerate(sorted(rows, key=lambda row: row[0].used, reverse=True)):
         total += program.size
-        if total <= limit or position < least:
+        if total <= limit or position == 0:
             continue
         del cache[key]
         dropped += 1
