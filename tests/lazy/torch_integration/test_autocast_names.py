@@ -1,11 +1,8 @@
-"""`torch.autocast` with the names "xla", "jax" and "cpu" around tensors of the lazy device."""
+"""`torch.autocast` with the names "xla" and "jax" around tensors of the lazy device."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import linecache
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import forked
@@ -15,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import xla_amp
 from xla_amp.common import config
-from xla_amp.errors import AutocastWarning, XlaAmpWarning
 from xla_amp.lazy.torch_integration import autocast_names
 
 LOW, FULL = torch.bfloat16, torch.float32
@@ -100,73 +96,6 @@ def test_other_threads(matrix):
         assert pool.submit(work).result() == (False, LOW)
 
 
-# ---- regions of another device ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh(monkeypatch):
-    monkeypatch.setattr(autocast_names, "_reported", False)
-
-
-def test_a_region_for_the_cpu_is_reported_once_at_the_users_line(fresh, matrix):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            with torch.autocast(device_type="cpu", dtype=torch.bfloat16):
-                assert (matrix @ matrix).dtype is FULL
-    [warning] = caught
-    assert (warning.category, warning.filename) == (AutocastWarning, __file__)
-    source = linecache.getline(__file__, warning.lineno)
-    assert 'torch.autocast(device_type="cpu"' in source
-    assert r"torch.autocast('cpu') does not cast tensors of the device 'jax'" in str(warning.message)
-
-
-def test_also_as_a_decorator_and_by_way_of_our_autocast(fresh, monkeypatch, matrix):
-    @torch.autocast("cpu")
-    def forward():
-        return matrix @ matrix
-
-    with pytest.warns(XlaAmpWarning, match="does not cast") as caught:
-        forward()
-    assert caught[0].filename == __file__
-    monkeypatch.setattr(autocast_names, "_reported", False)
-    region = xla_amp.autocast("cpu")
-    with pytest.warns(AutocastWarning, match="does not cast"), region:
-        forward()
-
-
-@pytest.mark.parametrize(
-    "case", ["the CPU's tensors", "ours inside", "ours around", "disabled", "ours disabled inside", "copies"]
-)
-def test_what_is_not_reported(fresh, matrix, case):
-    host = torch.ones(4, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        if case == "ours around":
-            with torch.autocast("xla"), torch.autocast("cpu"):
-                matrix @ matrix
-            return
-        with torch.autocast("cpu", enabled=case != "disabled"):
-            host @ host
-            if case.startswith("ours"):
-                with xla_amp.autocast("xla", enabled="disabled" not in case):
-                    matrix @ matrix
-            elif case == "disabled":
-                matrix @ matrix
-            elif case == "copies":
-                (host @ host).to(matrix.device)
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_what_is_recorded_before_or_after_ours_is_reported(fresh, matrix, before):
-    region = torch.autocast("cpu").__enter__()
-    for ours in (not before, before):
-        with torch.autocast("xla") if ours else contextlib.nullcontext():
-            matrix @ matrix
-    with pytest.warns(AutocastWarning, match="does not cast"):
-        region.__exit__(None, None, None)
-
-
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 PROGRAM = """
@@ -190,14 +119,3 @@ def test_with_and_without_torch_xla(tmp_path, installed):
     run = forked.run(program=program, environment=environment)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["torch.bfloat16", "False", "False"]
-
-
-def test_a_region_that_its_program_did_not_leave_takes_no_part_in_the_next(matrix, low_of):
-    forgotten = torch.autocast("cpu", torch.bfloat16)
-    forgotten.__enter__()
-    torch.set_autocast_enabled("cpu", False)
-    with torch.autocast("cpu", torch.bfloat16):
-        pass
-    with torch.autocast("xla"):
-        assert (matrix @ matrix).dtype is low_of(matrix.device)
-    forgotten.__exit__(None, None, None)

@@ -323,8 +323,6 @@ class Trace:
         """Blocks open whose writes may be undone (`rollback`)."""
         self.eager = False
         """Whether each operation runs as soon as it is recorded (``XLA_AMP_EAGER``)."""
-        self.ended = 0
-        """Count of values of all traces before this one."""
         self.limit = sys.maxsize
         """Count of values at which `loops` looks whether the program ends."""
         self.most = sys.maxsize
@@ -336,7 +334,6 @@ class Trace:
 
     def clear(self) -> None:
         """Empties the trace."""
-        self.ended += self.count
         self.truncate((0, 0, 0, *(0 for _ in self._lists())))
         self.limit = min(FIRST_GLANCE, self.most)
         self.nodes = threading.get_ident(), private_api.autograd_nodes()

@@ -443,8 +443,7 @@ PATCHES = (
     ),
     PatchGroup(
         names=("torch.autocast.__enter__", "torch.autocast.__exit__"),
-        reason="torch.autocast('xla'), as programs for torch_xla write it, would cast nothing. torch.autocast('cpu') "
-        "around tensors of the device casts nothing either, without a word.",
+        reason="torch.autocast('xla'), as programs for torch_xla write it, would cast nothing.",
         install=autocast_names.install,
     ),
     PatchGroup(
