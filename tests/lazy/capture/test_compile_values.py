@@ -249,6 +249,42 @@ HOOKS = {
 }
 
 
+class _Optional(nn.Module):
+    """Multiplies by what an inner module has, if it has it."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.inner = nn.ModuleDict()
+        self.inner.deleted = 5.0
+        self.inner.weight = nn.Parameter(torch.full((), 7.0, device=device), requires_grad=False)
+
+    def forward(self, x):
+        for name in ("added", "deleted", "weight", "other", "mean"):
+            x = x * getattr(self.inner, name, 1.0)
+        return x * (1 + len(self.inner))
+
+
+CHANGED = {
+    "an attribute is added": (lambda m, d: setattr(m, "added", 3.0), 105.0),
+    "an attribute is deleted": (lambda m, d: delattr(m, "deleted"), 7.0),
+    "a parameter has another name": (lambda m, d: (setattr(m, "other", m.weight), delattr(m, "weight")), 35.0),
+    "a parameter is deleted": (lambda m, d: delattr(m, "weight"), 5.0),
+    "a buffer is added": (lambda m, d: m.register_buffer("mean", torch.full((), 3.0, device=d)), 105.0),
+    "a module is added": (lambda m, d: m.update({"a": nn.Identity()}), 70.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_an_inner_module_gains_or_loses_counts(name, device):
+    model, x = _Optional(device), torch.ones(2, device=device)
+    step = xla_amp.compile(lambda x: model(x), strict=True)
+    assert [step(x)[0].item() for _ in range(4)] == [35.0] * 4
+    change, expected = CHANGED[name]
+    change(model.inner, device)
+    assert [step(x)[0].item() for _ in range(4)] == [expected] * 4
+    assert step.replays == 4
+
+
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_change_of_the_state_counts(name, device):

@@ -111,20 +111,18 @@ class Capture:
         self.replays, self.audit_at = 0, AUDIT
         """Calls that were replayed, and their count after which one is recorded and compared."""
 
-    def _compared(self, now: Snapshot) -> list[Entry]:
+    def _compared(self, now: Snapshot) -> list[list[Entry]]:
         numbers = enumerate(zip(now.options, now.numbers, strict=True))
-        return [
-            *((option.label, number) for at, (option, number) in numbers if at not in self._inputs),
-            *now.entries,
-            ("which parameters have a gradient", [had for at, had in enumerate(now.had_gradient) if at in self._reads]),
-        ]
+        constants = [(option.label, number) for at, (option, number) in numbers if at not in self._inputs]
+        had = [had for at, had in enumerate(now.had_gradient) if at in self._reads]
+        return [constants, *now.entries, [("which parameters have a gradient", had)]]
 
     def matches(self, now: Snapshot) -> bool:
         """Whether this is the capture of a call."""
         compared = self._compared(now)
         if not same(self._entries, compared):
             return False
-        self._entries = compared  # the next call has most of these tuples, too, which is seen faster
+        self._entries = compared  # the next call has most of these objects, too, which is seen faster
         return True
 
     def difference(self, now: Snapshot) -> str:

@@ -7,17 +7,19 @@ something in them was replaced, which is seen by identity, all at once.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, call, is_, itemgetter
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from xla_amp.backends import held, initial_state
-from xla_amp.lazy.capture.values import NOWHERE, Entry, Reading, Slot, bound, plain, same
+from xla_amp.lazy.capture.values import NOWHERE, Entry, Reading, Slot, bound, plain
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.tensors import tensor_io
 
@@ -28,7 +30,7 @@ _SILENT: Final = _OF_EVERY_MODULE - {"training"} | {"_until_check"}
 
 _FUSED: Final = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that, with ``fused=True``, give their options to one operation as they are."""
-_BOUND: Final = (torch.Tensor, torch.nn.Module)
+_TABLES: Final = ("_parameters", "_buffers", "_modules")
 
 
 class Option(NamedTuple):
@@ -48,6 +50,9 @@ class _Objects(Reading):
         self._given = list(given)
         self.options: list[Option] = []
         self._groups: list[dict[str, Any]] = []
+        self._spaces: list[dict[str, Any]] = []
+        self._attributes: list[Callable[[Any], Any]] = []
+        """Each reads from one of `_spaces`, those of modules and scalers, what is watched of them."""
         self.objects.update(given)
         known = set[int]()
         while new := [(key, *each) for key, each in self.objects.items() if key not in known]:
@@ -58,33 +63,33 @@ class _Objects(Reading):
         self._plain = [each.tensor for each in self.tensors]
         self.buffers = _buffers_of(self._plain)
         self.parameters = {id(each.tensor): each.tensor for each in self.tensors if _may_have_gradient(each.tensor)}
-        self._names = self._named()
+        self._counts = self._count(self._given)
         self._seen = [*self._now()]
 
     def is_current(self, given: dict[int, tuple[str, Any]]) -> bool:
         """Whether reading `given` now would find the same."""
-        if self._given != list(given) or any(self.empty) or not same(self._named(), self._names):
-            return False
-        return all(map(is_, self._now(), self._seen))
+        with contextlib.suppress(KeyError):  # an attribute that was deleted
+            return self._counts == self._count(list(given)) and all(map(is_, self._now(), self._seen))
+        return False
 
-    def _named(self) -> list[str]:
-        """All that is seen by equality, which is faster."""
-        return [*itertools.chain.from_iterable(self.named)]
+    def _count(self, given: list[int]) -> list[int]:
+        """All that is seen by equality: the objects, how many hooks were ever registered, and lengths."""
+        return [*given, RemovableHandle.next_id, *map(len, self.sized)]
 
     def _now(self) -> Iterator[Any]:
-        """All that is seen by identity; a float of an optimizer may be another one.  The last one marks the end."""
+        """All that is seen by identity; a float of an optimizer may be another one."""
         types = map(type, map(itemgetter(1), self.objects.values()))
         options = (float if _is_float(value) else value for group in self._groups for value in group.values())
+        attributes = itertools.chain.from_iterable(map(call, self._attributes, self._spaces))
         watched = itertools.chain.from_iterable(self.watched)
-        return itertools.chain(types, options, watched, map(_buffer, map(_storage, self._plain)), (_END,))
+        return itertools.chain(types, options, attributes, watched, (_END,), map(_buffer, map(_storage, self._plain)))
 
     def _object(self, owner: Any, label: str) -> None:
         space = vars(owner)
         self.compare(f"the class of {label}", type(owner))
         if isinstance(owner, Optimizer):
             for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-                hooks = space.get(name, {})  # a wrapper, such as Accelerate's, has none
-                self._hooks(hooks.values(), hooks, label)
+                self._hooks(space.get(name, {}), label)  # a wrapper, such as Accelerate's, has none
             for table in (space, owner.state, owner.param_groups):
                 self.watch(table)
             inner = (each for each in space.values() if isinstance(each, Optimizer))
@@ -93,23 +98,25 @@ class _Objects(Reading):
                 self._group(owner, group, f"{label}.param_groups[{number}]")
             self._rest(owner, label)
             return
-        self.watch(space)
-        for name, value in space.items():
-            if isinstance(owner, torch.nn.Module) and name in _OF_EVERY_MODULE and isinstance(value, dict):
-                self._table(value, label)
-            elif name not in _SILENT:
-                self.add(value, f"{label}.{name}", Slot(space, name))
+        own = {name: value for name, value in space.items() if name not in _SILENT}
+        self.sized.append(space)
+        self._spaces.append(space)
+        is_module = isinstance(owner, torch.nn.Module)
+        self._attributes.append(itemgetter(*(_TABLES if is_module else ()), *own))
+        for name, table in space.items() if is_module else ():
+            if name in _TABLES:
+                self.watch(table)
+                for key, each in table.items():
+                    self.add(each, f"{label}.{key}", Slot(table, key))
+            elif name in _OF_EVERY_MODULE and isinstance(table, dict):
+                self._hooks(table, label)
+        for name, value in own.items():
+            self.add(value, f"{label}.{name}", Slot(space, name))
 
-    def _table(self, table: dict[Any, Any], label: str) -> None:
-        """Parameters, buffers, modules or hooks of a module."""
-        bound = {name: each for name, each in table.items() if each is None or isinstance(each, _BOUND)}
-        self._hooks((each for name, each in table.items() if name not in bound), table, label)
-        for name, each in bound.items():
-            self.add(each, f"{label}.{name}", Slot(table, name))
-
-    def _hooks(self, hooks: Iterable[Any], table: dict[Any, Any], label: str) -> None:
-        self.watch(table)
-        for hook in hooks:
+    def _hooks(self, table: dict[Any, Any], label: str) -> None:
+        if table:  # one that is added to an empty table is seen by its number
+            self.watch(table)
+        for hook in table.values():
             self.compare(f"a hook of {label}", hook)
 
     def _group(self, owner: Optimizer, group: dict[str, Any], label: str) -> None:
@@ -197,15 +204,14 @@ class Snapshot:
         self.options, self._schedules = objects.options, fresh.schedules
         self.numbers = numbers = [option.slot.value() for option in self.options]
         hooks = itertools.chain.from_iterable(map(_hooks, self.parameters))
-        self.entries = [
-            *modes,
-            *fresh.entries(),
-            *objects.entries(),
+        derived = [
             ("which parameters require a gradient", [each.requires_grad for each in self.parameters]),
             ("hooks of its parameters", [[*each.values()] for each in hooks if each]),
             ("which numbers of optimizers are equal or zero", [numbers.index(n) if n else -1 for n in numbers]),
             ("which tensors share memory", _shared(self.buffers)),
         ]
+        self.entries = [*modes, *fresh.entries()], objects.entries(), derived
+        """In parts, as that of objects is mostly the same list."""
 
     def at(self, position: int) -> tuple[torch.Tensor | None, str, Slot]:
         """The tensor at a position, with what it is called and where it is bound."""
@@ -214,10 +220,11 @@ class Snapshot:
             return self.tensors[position]
         return self.gradients[index], "a gradient", Slot(self.parameters[index], "grad")
 
-    def unchanged(self) -> list[Entry]:
+    def unchanged(self) -> list[list[Entry]]:
         """What a call may not change: all but which tensors share memory."""
         numbers = zip(self.options, self.numbers, strict=True)
-        return [*((option.label, plain(number)) for option, number in numbers), *self._schedules, *self.entries[:-1]]
+        *parts, derived = self.entries
+        return [[(option.label, plain(number)) for option, number in numbers], self._schedules, *parts, derived[:-1]]
 
     def release(self) -> None:
         """Keeps no tensor alive."""
@@ -262,7 +269,7 @@ class State:
         return Snapshot(modes, fresh, objects)
 
 
-_END = object()
+_END: Final = object()
 _buffer, _hooks = attrgetter("_xla_amp"), attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _storage = torch.Tensor.untyped_storage
 

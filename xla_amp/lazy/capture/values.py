@@ -11,9 +11,10 @@ import contextlib
 import enum
 import functools
 import inspect
+import itertools
 import math
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -91,15 +92,15 @@ def same(one: Any, other: Any) -> bool:
         return False
 
 
-def difference(old: list[Entry], new: list[Entry]) -> tuple[str, str] | None:
+def difference(old: Sequence[list[Entry]], new: Sequence[list[Entry]]) -> tuple[str, str] | None:
     """The label of the first entry that differs, and what has changed in it; None if none does."""
-    for (before, one), (label, other) in zip(old, new, strict=False):
+    for (before, one), (label, other) in zip(itertools.chain(*old), itertools.chain(*new), strict=False):
         if before != label:
             return label, ""
         if not same(one, other):
             how = f" from {_text(one)} to {_text(other)}"
             return label, how if len(how) < 200 else ""
-    return None if len(old) == len(new) else ("what it names", "")
+    return None if sum(map(len, old)) == sum(map(len, new)) else ("what it names", "")
 
 
 def _text(value: Any) -> str:
@@ -120,15 +121,14 @@ class Reading:
         self.schedules: list[Entry] = []
         """The counts of learning-rate schedules, which may change between calls and not in a call."""
         self.watched: list[Iterable[Any]] = []
-        """Containers: the identity of their items tells whether reading them again would find the same."""
-        self.named: list[dict[str, Any]] = []
-        """Dicts whose values are watched, by the names of which the same is seen."""
-        self.empty: list[Any] = []
-        """Containers without items, such as most tables of hooks."""
+        """The identity of these items tells whether reading them again would find the same."""
+        self.sized: list[Sized] = []
+        """The containers of which the length tells whether there are more; the others are seen by their items."""
 
     def entries(self) -> list[Entry]:
-        """What is compared."""
-        return [*self._entries, *((label, _content(value)) for label, value in self._arrays)]
+        """What is compared; the same list again where nothing may change in place."""
+        arrays = [(label, _content(value)) for label, value in self._arrays]
+        return [*self._entries, *arrays] if arrays else self._entries
 
     def compare(self, label: str, by: Any) -> None:
         """Adds what a value is compared by."""
@@ -169,13 +169,10 @@ class Reading:
 
     def watch(self, container: Any) -> None:
         """Adds a container to those that are watched."""
-        if not container:
-            self.empty.append(container)
-        elif isinstance(container, dict):
-            (self.named if set(map(type, container)) == {str} else self.watched).append(container)
-            self.watched.append(container.values())
+        if container:
+            self.watched += [container, container.values()] if isinstance(container, dict) else [container]
         else:
-            self.watched.append(container)
+            self.sized.append(container)
 
     def look(self, value: Any, label: str, slot: Slot, names: tuple[str, ...]) -> bool:
         """`add`, and of another object its attributes in `names`, and its tensors and objects of any name."""
