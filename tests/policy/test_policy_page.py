@@ -39,7 +39,7 @@ def test_the_error_messages_are_those_shown(tmp_path, monkeypatch, number):
 
 def test_the_tables_of_the_page_are_complete():
     first_columns = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
-    policies = "tpu gpu cuda xpu mps cpu hpu torch_tpu cautious lean"
+    policies = "tpu gpu cuda xpu mps cpu hpu cautious lean"
     assert first_columns == [*CASTS, *policies.split()]
     assert set(first_columns[len(CASTS) :]) == set(BUILTIN)
 

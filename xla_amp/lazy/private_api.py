@@ -80,7 +80,7 @@ def require_free_slot(name: str) -> None:
         raise DeviceError(
             f"cannot start the device {name!r}: torch has one slot for an out-of-tree device (PrivateUse1) and the "
             f"backend {taken!r} has taken it in this process. Run XLA work in a process without {taken!r}; "
-            "xla_amp.autocast('cpu'), autocast('cuda') and, with torch_tpu, autocast('tpu') go on working here"
+            "xla_amp.autocast('cpu') and autocast('cuda') go on working here"
         )
 
 

@@ -22,7 +22,7 @@ from xla_amp.errors import PolicyError
 from xla_amp.policy import module_patterns, op_catalog
 from xla_amp.policy.policy import Policy, Rule, RuleLayer
 
-BUILTIN: Final = ("cautious", "cpu", "cuda", "gpu", "hpu", "lean", "mps", "torch_tpu", "tpu", "xpu")
+BUILTIN: Final = ("cautious", "cpu", "cuda", "gpu", "hpu", "lean", "mps", "tpu", "xpu")
 """Names of the built-in policies."""
 
 DEFAULT: Final = "default"

@@ -78,7 +78,7 @@ class autocast:
         policy: the rules: a built-in name, a path to a TOML file, or a `Policy`; ``"lean"`` and ``"cautious"`` are
             risk levels.  None and ``"default"`` are the device's own: on XLA
             the ``tpu`` rules for TPU and CPU and the ``gpu`` rules for GPU, elsewhere what torch has registered.  On
-            cpu, cuda, xpu, hpu, mps and torch_tpu's tpu, operations whose rule differs from the device's own cast get a
+            cpu, cuda, xpu, hpu and mps, operations whose rule differs from the device's own cast get a
             kernel from this package while the region is open.
         rules: rules on top of the policy, ``{"tanh": "fp32", "module:*.router": "fp32"}``; they win over overrides.
         strict: when the region closes, a rule of yours that has matched no operation in this process is an error, if

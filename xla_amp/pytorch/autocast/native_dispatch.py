@@ -32,11 +32,10 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "cuda": "AutocastCUDA",
         "hpu": "AutocastHPU",
         "mps": "AutocastMPS",
-        "tpu": "AutocastPrivateUse1",
         "xpu": "AutocastXPU",
     }
 )
-"""Device type -> dispatch key.  `table` lists what torch does there.  The device ``tpu`` is torch_tpu's."""
+"""Device type -> dispatch key.  `table` lists what torch does there."""
 
 Wanted = tuple[str, tuple[str, ...]]
 """Device type, and operations that need a kernel there."""
@@ -47,7 +46,7 @@ _Holdings = list[Holding | module_paths.PathsToken]
 
 def table(device_type: str) -> Policy:
     """The policy that lists what torch does on a device type of `KEYS`."""
-    return policies.load("torch_tpu" if device_type == "tpu" else device_type)  # the policy `tpu` is XLA's
+    return policies.load(device_type)
 
 
 def rules(device_type: str, policy: Policy | None, own: Mapping[str, Cast] | None = None) -> Policy | None:
@@ -79,7 +78,6 @@ def device_types() -> list[str]:
         "cuda": torch.backends.cuda.is_built(),
         "hpu": hasattr(torch, "hpu"),
         "mps": torch.backends.mps.is_built(),
-        "tpu": torch.device("privateuseone").type == "tpu",
         "xpu": getattr(torch.version, "xpu", None) is not None,
     }
     return [device_type for device_type, present in built.items() if present]
