@@ -26,6 +26,8 @@ NOT_ON_DEVICE: Mapping[str, str] = MappingProxyType(
         "_mps_convolution": "Metal's kernel; convolution is there",
         "mkldnn_rnn_layer": "oneDNN's kernel; lstm is there",
         "_scaled_dot_product_flash_attention": "one backend's kernel; scaled_dot_product_attention is there",
+        "fractional_max_pool2d": "no model that we know has it",
+        "fractional_max_pool3d": "no model that we know has it",
     }
 )
 """Operation -> why the lazy device refuses it.  Such a row is still run: it must be refused, with an error."""
