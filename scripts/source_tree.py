@@ -48,7 +48,6 @@ LOADED_BY_NAME: Mapping[str, Mapping[str, str]] = {
 # Third-party packages that a layer may load; layers not named here may load every dependency of the package.
 THIRD_PARTY: Mapping[int, frozenset[str]] = {
     0: frozenset(),
-    1: frozenset({"rich"}),  # tables, where it is installed
     2: frozenset(),
     3: frozenset({"jax", "ml_dtypes", "numpy"}),
 }

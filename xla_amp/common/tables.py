@@ -1,15 +1,12 @@
-"""`Table`: rows as text that fits the terminal, with rich where it is installed."""
+"""`Table`: rows as text that fits the terminal."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import io
 import shutil
-import sys
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from xla_amp.errors import printable
 
@@ -55,10 +52,8 @@ class Table:
     def text(self, width: int | None = None, most: int = MOST_ROWS) -> str:
         """The first `most` rows as text of at most `width` characters a line; None: `terminal_width`."""
         width = width or terminal_width()
-        draws = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
-        names, rows = self._fitted(width, most, draws)
-        shown = _drawn(names, rows, self.numeric, width) if draws else plain(names, rows, numeric=self.numeric)
-        parts = [shown] if rows else []
+        names, rows = self._fitted(width, most)
+        parts = [plain(names, rows, numeric=self.numeric)] if rows else []
         left_out = len(self.rows) - len(rows)
         parts += [f"and {left_out:,} more rows"] if left_out else []
         hidden = [name for name in self.shown()[0] if name not in names] if rows else []
@@ -80,7 +75,7 @@ class Table:
         places = [i for i in places if any(row[i] not in (None, "") for row in self.rows)]
         return tuple(self.columns[i] for i in places), [[_text(row[i]) for i in places] for row in self.rows]
 
-    def _fitted(self, width: int, most: int, draws: bool) -> tuple[tuple[str, ...], list[list[str]]]:
+    def _fitted(self, width: int, most: int) -> tuple[tuple[str, ...], list[list[str]]]:
         """Columns and cells that fit, without the columns for which there is no room."""
         names, _ = self.shown()
         rest = [name for name in reversed(names[1:]) if name != _KEPT and name not in self.optional]
@@ -92,7 +87,7 @@ class Table:
                 size if name in self.numeric else min(size, max(len(name), _SHORTEST.get(name, 10)))
                 for size, name in zip(widths, names, strict=True)
             ]
-            room = width - (3 * len(names) + 1 if draws else 2 * (len(names) - 1))
+            room = width - 2 * (len(names) - 1)
             if sum(least) <= room:
                 break
         while sum(widths) > room and widths != least:
@@ -127,21 +122,3 @@ def plain(columns: Sequence[str], lines: Iterable[Sequence[str]], *, numeric: Co
         for row in rows
     ]
     return "\n".join([padded[0], "  ".join("-" * width for width in widths), *padded[1:]])
-
-
-def _drawn(columns: Sequence[str], lines: Iterable[Sequence[str]], numeric: Collection[str], width: int) -> str:
-    """The table as rich draws it."""
-    from rich.console import Console
-    from rich.table import Table as Drawn
-    from rich.text import Text
-
-    drawn = Drawn()
-    for name in columns:
-        drawn.add_column(name, justify="right" if name in numeric else "left", overflow="fold")
-    for line in lines:
-        drawn.add_row(*map(Text, line))
-    # Without colours: what is printed has no control characters (`printable`).
-    console: Any = Console(file=io.StringIO(), color_system=None, width=width)
-    console.print(drawn)
-    shown: str = console.file.getvalue()
-    return shown.rstrip("\n")
