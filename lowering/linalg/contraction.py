@@ -21,8 +21,9 @@ TPU would otherwise round the operands to bfloat16 and GPU to TF32.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 import jax
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xla_amp import hardware
+from xla_amp.lowering import forms
 from xla_amp.lowering.operand import Permuted, as_dtype, is_half, materialize, opmath, sums_of_rows, up
 from xla_amp.lowering.registry import register
 
@@ -37,6 +39,11 @@ _BLOCKS = (64, 32, 16, 8)
 """Tile edges of the blocked transpose, best first."""
 _PADDED_BLOCK = 32
 """Tile edge where no edge in `_BLOCKS` divides both extents; the operand is padded up to it."""
+
+_ALIGNED: Final = 8
+"""cuBLAS's kernels for 16-bit operands want extents in multiples of it."""
+_WIDE: Final = 512
+"""Least extent of a product that may be padded: each padded copy then takes a small part of the product's time."""
 
 Operand: TypeAlias = jax.Array | Permuted
 Axes: TypeAlias = tuple[int, ...]
@@ -77,13 +84,76 @@ def contract(
             left, right = up(left), up(right)
         else:
             left, left_contracting = _contracted_last(left, left_contracting[0], left_batch)
-    return lax.dot_general(
-        left,
-        right,
-        ((left_contracting, right_contracting), (left_batch, right_batch)),
-        precision=precision(left.dtype),
-        preferred_element_type=jnp.float32 if half and (wide or platform == "cpu") else None,
+    call = Product(
+        left=left,
+        right=right,
+        axes=((left_contracting, right_contracting), (left_batch, right_batch)),
+        dtype=jnp.float32 if half and (wide or platform == "cpu") else None,
+        platform=platform,
     )
+    form = forms.choose("product", FORMS, call) if call.may_be_padded else PLAIN
+    return form.compute(call)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """One call of `lax.dot_general`."""
+
+    left: jax.Array
+    right: jax.Array
+    axes: tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
+    """Contracted axes of both operands, batch axes of both."""
+    dtype: Any
+    """Of the result; None is that of the operands."""
+    platform: str
+
+    @property
+    def summary(self) -> str:
+        """Sizes and dtype, for people."""
+        return f"{'x'.join(map(str, self.left.shape))} by {'x'.join(map(str, self.right.shape))}, {self.left.dtype}"
+
+    @property
+    def may_be_padded(self) -> bool:
+        """Whether it is a large product of two half matrices on GPU, of which an extent is no multiple of 8."""
+        extents = (*self.left.shape, *self.right.shape)
+        matrices = self.left.ndim == self.right.ndim == 2 and not self.axes[1][0]
+        large = self.platform == "gpu" and matrices and is_half(self.left.dtype) and min(extents) >= _WIDE
+        return large and any(extent % _ALIGNED for extent in extents)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductForm(forms.Form[Product]):
+    """One way to compute a product."""
+
+    compute: Callable[[Product], jax.Array]
+
+
+def _plain(call: Product) -> jax.Array:
+    return lax.dot_general(
+        call.left, call.right, call.axes, precision=precision(call.left.dtype), preferred_element_type=call.dtype
+    )
+
+
+def _padded(call: Product) -> jax.Array:
+    """The product of both matrices with zeros up to a multiple of 8 in each extent, without what these add."""
+    (((rows,), (columns,)), _) = call.axes
+    shape = call.left.shape[1 - rows], call.right.shape[1 - columns]
+    left, right = (jnp.pad(x, [(0, -extent % _ALIGNED) for extent in x.shape]) for x in (call.left, call.right))
+    return _plain(dataclasses.replace(call, left=left, right=right))[: shape[0], : shape[1]]
+
+
+PLAIN: Final = ProductForm(name="plain", why="one operation of XLA", compute=_plain)
+FORMS: Final = (
+    ProductForm(
+        name="padded",
+        why="cuBLAS's kernels need extents in eights; XLA pads only what it has chosen for cuBLAS",
+        platforms=("gpu",),
+        off="no GPU has measured it",
+        compute=_padded,
+    ),
+    PLAIN,
+)
+"""Forms of a product for which `Product.may_be_padded`."""
 
 
 def base(operand: Operand, contracting: Axes, batch: Axes) -> tuple[jax.Array, Axes, Axes]:

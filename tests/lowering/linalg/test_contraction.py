@@ -12,7 +12,7 @@ import torch
 from harness import check, sample, together
 
 from xla_amp import hardware
-from xla_amp.lowering import Permuted
+from xla_amp.lowering import Permuted, forms
 from xla_amp.lowering.linalg import contraction
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -74,6 +74,31 @@ def test_the_bias_of_a_large_product_is_added_in_its_dtype_on_gpu() -> None:
         assert "f32" not in text(1024, bias)
     for kept_wide in (text(512, (1024,)), text(1024, (1,)), text(1024, (1024, 1024)), text(1024, (1024,), alpha=2)):
         assert "-> tensor<1024x1024xf32>" in kept_wide or "-> tensor<512x1024xf32>" in kept_wide
+
+
+def test_an_odd_product_is_padded_on_gpu_only_where_that_is_turned_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "_chosen", {})
+    low = [
+        jnp.asarray(np.random.default_rng(0).integers(-2, 3, shape), jnp.bfloat16) for shape in ((520, 513), (513, 515))
+    ]
+
+    def product() -> tuple[str, np.ndarray]:
+        compiled = jax.jit(lambda a, b: contraction.mm(a, b, platform="gpu", wide=True))
+        return compiled.lower(*low).as_text(), np.asarray(compiled(*low), float)
+
+    plain, expected = product()
+    (choice,) = forms.chosen("product")
+    assert choice.form == "plain"
+    assert choice.left_out == {"padded": "no GPU has measured it"}
+    monkeypatch.setattr(forms, "on", {"padded"})
+    padded, got = product()
+    assert "tensor<513x515xbf16>) -> tensor<520x515xf32>" in plain
+    assert "tensor<520x520xbf16>) -> tensor<520x520xf32>" in padded
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(expected, np.matmul(*(np.asarray(x, float) for x in low)))
+    contraction.mm(low[0][:, :512], low[1][:512, :512], platform="gpu")  # all in eights
+    contraction.mm(low[0][:, :9], low[1][:9], platform="gpu")  # small
+    assert len(forms.chosen("product")) == 1
 
 
 # -- transposed operands ----------------------------------------------------------------------------------------------
