@@ -149,9 +149,14 @@ def rows(rank, world):
             optimizer.zero_grad()
             scaler.scale((table(tokens.to(device)) * weights.to(device)).sum()).backward()
             xm.reduce_gradients(optimizer, dtype=dtype)
+            xla_amp.sync()
+            before = xla_amp.metrics()
             scaler.step(optimizer)
             scaler.update()
-        result[str(dtype)] = [int(scaler.skipped_steps()), table.weight.tolist()]
+            xla_amp.sync()
+            after = xla_amp.metrics()
+        syncs = after["host_syncs"] - before["host_syncs"]
+        result[str(dtype)] = [int(scaler.skipped_steps()), syncs, table.weight.tolist()]
     return result
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from xla_amp.backends import base, devices, held, initial_state
+from xla_amp.backends import base, capturable, devices, held, initial_state
 from xla_amp.common import events
 
 
@@ -49,7 +49,7 @@ def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Calla
 
     With parameters on other devices the flag is read first, because their old values cannot be selected.
     """
-    step = step or optimizer.step
+    step = step or capturable.step_of(optimizer) or optimizer.step
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not all(devices.is_xla(parameter.device.type) for parameter in parameters):
         return None if found_inf.item() else step()
@@ -109,7 +109,7 @@ def _warn(optimizer: Optimizer, path: held.Path | None) -> None:
     where = "" if path is None else f" ({held.name(path)})"
     events.warn(
         f"{type(optimizer).__name__} {what} in every step{where}, so each step waits for the device to learn whether "
-        "it is skipped. xla_amp.syncfree.SGD, Adam and AdamW, and most of torch.optim, do not wait"
+        "it is skipped. xla_amp.syncfree.SGD, Adam and AdamW, and those of torch.optim, do not wait"
     )
 
 
@@ -140,9 +140,12 @@ def _one_counting(optimizer: Optimizer) -> Iterator[None]:
             group[option] = value
 
     on()
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if any(each.grad is not None and each not in optimizer.state for each in parameters):
-        initial_state.create(optimizer)
+    if capturable.step_of(optimizer) is not None:
+        capturable.make_state(optimizer)
+    else:
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if any(each.grad is not None and each not in optimizer.state for each in parameters):
+            initial_state.create(optimizer)
     off()
     for group, _ in options:
         for parameter in group["params"]:

@@ -1,7 +1,8 @@
-"""Optimizers of torch.optim with a scaler: one executable a step, nothing read back but by two, the steps of torch."""
+"""Every optimizer of torch.optim with a scaler: one executable a step, nothing read back, and the steps of torch."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import warnings
@@ -30,8 +31,6 @@ OPTIONS = {
     "SGD": {"momentum": 0.9},
     "SparseAdam": {},
 }
-COUNTING_ON_HOST = ("Adafactor", "SparseAdam")
-"""They wait for the device in each step, which a warning says."""
 NOT_HERE = {
     "LBFGS": "its step needs a closure, which scalers refuse, and decides on the host how often to call it",
 }
@@ -85,14 +84,13 @@ def test_twenty_steps_with_two_overflows(name):
         spent.append(counts.executions)
 
     with warnings.catch_warnings(), counted() as counts:
-        warnings.simplefilter("ignore" if name in COUNTING_ON_HOST else "error")
+        warnings.simplefilter("error")
         scaler = GradScaler(growth_interval=4)
         wrapped = lambda p: syncfree.wrap(make(p, **options))  # noqa: E731
         model, _ = train(xla_amp.xla_device(), wrapped, scaler, each=sync, model_of=model_of)
-    if name not in COUNTING_ON_HOST:
-        assert (counts.host_syncs, counts.device_to_host, counts.fallbacks) == (0, 0, 0)
-        assert spent == [1] * STEPS
-        assert counts.compilations <= 4  # uploads and the state's beginning are other programs
+    assert (counts.host_syncs, counts.device_to_host, counts.fallbacks) == (0, 0, 0)
+    assert spent == [1] * STEPS
+    assert counts.compilations <= 4  # uploads and the state's beginning are other programs
     assert int(scaler.skipped_steps()) == len(BAD)
 
     expected, _ = train(
@@ -106,7 +104,7 @@ def test_twenty_steps_with_two_overflows(name):
 
 PROGRAMS = {"Adagrad": 2, "Rprop": 2}
 """Optimizers whose state does not begin with zeros: their first step is another program."""
-ON_HOST = ("ASGD", *COUNTING_ON_HOST)
+ON_HOST = ("ASGD", "Adafactor", "SparseAdam")
 """Optimizers that compute with numbers on the host in each step without a scaler."""
 
 
@@ -215,6 +213,54 @@ def test_a_checkpoint_goes_on(name, places):
             for optimizer in (first[1], second[1])
         ]
         assert kept[0] == kept[1]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_checkpoints_of_sparse_adam_go_both_ways():
+    """torch counts in Python there and we on the device, also when the first step after loading is skipped."""
+    model, _, _ = looked_up("cpu")
+    _, theirs = train("cpu", lambda p: torch.optim.SparseAdam(p, lr=0.01), plain("cpu"), steps=4, model_of=looked_up)
+
+    def resumed(parameters):
+        optimizer = torch.optim.SparseAdam(parameters)
+        optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        return optimizer
+
+    def counts(optimizer):
+        return [float(state["step"]) for state in optimizer.state.values()]
+
+    assert counts(theirs) == [3.0]  # the first was skipped
+    expected, other = train("cpu", resumed, plain("cpu"), steps=3, model_of=looked_up)
+    found, ours = train(xla_amp.xla_device(), resumed, GradScaler(), steps=3, model_of=looked_up)
+    assert counts(ours) == counts(other) == [5.0]
+    torch.testing.assert_close(found.weight.detach().cpu(), expected.weight.detach(), rtol=1e-5, atol=1e-6)
+
+    back = torch.optim.SparseAdam(model.parameters())
+    file = io.BytesIO()
+    torch.save(ours.state_dict(), file)
+    file.seek(0)
+    back.load_state_dict(torch.load(file, map_location="cpu"))
+    nn.functional.mse_loss(model(torch.tensor([1, 2])), torch.zeros(2, 2)).backward()
+    back.step()
+    assert counts(back) == [6.0]
+
+
+def plain(device):
+    return torch.amp.GradScaler(device)
+
+
+def test_hooks_run_once_where_the_step_is_ours():
+    calls = []
+
+    def make(params):
+        optimizer = syncfree.wrap(torch.optim.Adafactor(params))
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        return optimizer
+
+    train(xla_amp.xla_device(), make, GradScaler(), steps=2)
+    assert calls == ["before", "after"] * 2
 
 
 def test_lbfgs(recwarn):

@@ -56,7 +56,7 @@ class _Skippable(Optimizer):
     wraps_next_class = True
 
     def step(self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None) -> Any:
-        from xla_amp.backends import skip_step  # only wrapped optimizers load it
+        from xla_amp.backends import capturable, skip_step  # only wrapped optimizers load them
 
         flag, loss = flag_of(self, found_inf), None
         if closure is not None:
@@ -67,7 +67,7 @@ class _Skippable(Optimizer):
                 loss = closure()
         if (scale := getattr(self, "grad_scale", None)) is not None:
             _divide(self, scale)
-        step = super().step
+        step = capturable.step_of(self) or super().step
         with _without_scaling(self):
             if flag is not None and devices.is_xla(flag.device.type):
                 skip_step.step_where_finite(self, flag, step)
