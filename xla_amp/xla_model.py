@@ -44,9 +44,7 @@ from xla_amp.pytorch.distributed.xm_collectives import (
     REDUCE_TYPES,
     all_gather,
     all_reduce,
-    all_to_all,
     collective_broadcast,
-    collective_permute,
     reduce_scatter,
 )
 
@@ -63,10 +61,8 @@ __all__ = [
     "add_step_closure",
     "all_gather",
     "all_reduce",
-    "all_to_all",
     "broadcast_master_param",
     "collective_broadcast",
-    "collective_permute",
     "get_local_ordinal",
     "get_memory_info",
     "get_ordinal",

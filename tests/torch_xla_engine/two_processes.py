@@ -37,10 +37,8 @@ def programs() -> dict[str, str]:
         found["all_reduce" + suffix] = program([xla_model.all_reduce("max", tensor, groups=groups)])
         found["all_gather" + suffix] = program([xla_model.all_gather(tensor, groups=groups)])
         found["reduce_scatter" + suffix] = program([xla_model.reduce_scatter("sum", tensor, 1.0, 0, 2, groups)])
-        found["all_to_all" + suffix] = program([xla_model.all_to_all(tensor, 0, 0, 2, groups)])
         xla_model.collective_broadcast([tensor], groups=groups)
         found["collective_broadcast" + suffix] = program([tensor])
-    found["collective_permute"] = program([xla_model.collective_permute(tensor, [(0, 1), (1, 0)])])
     return found
 
 

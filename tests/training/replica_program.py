@@ -88,9 +88,6 @@ def collect(rank, world):
         "all_gather 1 grouped": xm.all_gather(x, dim=1, groups=groups),
         "reduce_scatter": xm.reduce_scatter(xm.REDUCE_SUM, x, 0.5, 0, world),
         "reduce_scatter max grouped": xm.reduce_scatter(xm.REDUCE_MAX, x, 1.0, -1, 2, groups),
-        "all_to_all": xm.all_to_all(x, 0, 1, world),
-        "all_to_all grouped": xm.all_to_all(x, 1, 0, 2, groups),
-        "collective_permute": xm.collective_permute(x, [[0, 1]]),
     }
     sent = [own(rank, dtype).to(device) for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool)]
     sent.append(torch.full((2,), -0.0 if rank == 1 else 1.0).to(device))  # -0.0 arrives with its sign

@@ -214,10 +214,6 @@ _COLLECTIVES: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
         "reduce_scatter": lambda tensor, groups, parts, *, reduce_type, dim: xm.reduce_scatter(
             reduce_type, tensor, 1.0, dim, parts, groups
         ),
-        "all_to_all": lambda tensor, groups, parts, *, split, concat: xm.all_to_all(
-            tensor, split, concat, parts, groups
-        ),
-        "collective_permute": lambda tensor, groups, parts, *, pairs: xm.collective_permute(tensor, _lists(pairs)),
         "collective_broadcast": _broadcast,
     }
 )

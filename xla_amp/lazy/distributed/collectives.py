@@ -98,20 +98,12 @@ COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
             ),
         ),
         "all_to_all": Collective(
-            shape=lambda shape, count, options: _with(
-                _with(shape, options["split"], shape[options["split"]] // count),
-                options["concat"],
-                (shape[options["concat"]] // (count if options["split"] == options["concat"] else 1)) * count,
-            ),
+            shape=lambda shape, count, options: shape,
             emit=lambda x, groups, count, options: lax.all_to_all(
-                x, mesh.AXIS, options["split"], options["concat"], axis_index_groups=groups, tiled=True
+                x, mesh.AXIS, 0, 0, axis_index_groups=groups, tiled=True
             ),
         ),
         "collective_broadcast": Collective(shape=lambda shape, count, options: shape, emit=_broadcast),
-        "collective_permute": Collective(
-            shape=lambda shape, count, options: shape,
-            emit=lambda x, groups, count, options: lax.ppermute(x, mesh.AXIS, options["pairs"]),
-        ),
         "reduce_scatter": Collective(
             shape=lambda shape, count, options: _with(shape, options["dim"], shape[options["dim"]] // count),
             emit=_scattered,

@@ -19,7 +19,7 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import collectives, process_groups, processes
 from xla_amp.lazy.steps import step_marker
 
-_SEND = "xla_model.collective_permute(tensor, pairs)"
+_SEND = "all_gather, of which each process takes the part that it wants"
 
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
@@ -204,7 +204,7 @@ def _reduce_scatter_base_coalesced(
 
 def _all_to_all(targets: list[torch.Tensor], tensors: list[torch.Tensor], group: Any, *rest: Any) -> Any:
     def send(members: _Members) -> None:
-        [received] = _results("all_to_all", members, [_stacked("all_to_all", tensors)], split=0, concat=0)
+        [received] = _results("all_to_all", members, [_stacked("all_to_all", tensors)])
         _write(targets, list(received.unbind()))
 
     _exchange("all_to_all", group, send)
@@ -222,7 +222,7 @@ def _all_to_all_base(
 
     def send(members: _Members) -> None:
         rows = _rows("all_to_all_single", tensor, members.size)
-        _write([target], _results("all_to_all", members, [rows], split=0, concat=0))
+        _write([target], _results("all_to_all", members, [rows]))
 
     _exchange("all_to_all_single", group, send)
     return private_api.finished_work([target])

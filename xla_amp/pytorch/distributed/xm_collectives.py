@@ -193,62 +193,6 @@ def reduce_scatter(
     return _into(output, result if scale == 1.0 else result * scale)
 
 
-def all_to_all(
-    value: torch.Tensor,
-    split_dimension: int,
-    concat_dimension: int,
-    split_count: int,
-    groups: Groups = None,
-    pin_layout: bool = True,
-) -> torch.Tensor:
-    """Splits `value` along one dimension, sends part i to process i, and joins the received parts along another.
-
-    Args:
-        value: of the same shape and dtype on all.
-        split_dimension: the dimension to split.
-        concat_dimension: the dimension to join along.
-        split_count: number of parts: the size of a group.
-        groups: as `all_reduce`.
-        pin_layout: torch_xla's option of that name.
-
-    Raises:
-        ValueError: an extent that does not divide, or a number of parts that is not the group size.
-    """
-    checked = checked_groups("all_to_all", groups)
-    if split_count != group_size(checked):
-        raise ValueError(
-            f"all_to_all(split_count={split_count}): expected the number of processes, {group_size(checked)}"
-        )
-    split = _dimension("all_to_all", "split_dimension", value, split_dimension, split_count)
-    concat = _dimension("all_to_all", "concat_dimension", value, concat_dimension)
-    [result] = base.processes().collective("all_to_all", [value], checked, split=split, concat=concat)
-    return result
-
-
-def collective_permute(value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Sends `value` from process to process; a process that receives nothing gets zeros.
-
-    Args:
-        value: of the same shape and dtype on all.
-        pairs: (from, to), each process at most once on either side.
-
-    Raises:
-        ValueError: a process that does not exist, or is named twice on a side.
-    """
-    world = base.processes().world_size()
-    found = tuple((int(source), int(target)) for source, target in pairs)
-    for side in zip(*found, strict=True):
-        if len(set(side)) < len(side) or not set(side) <= set(range(world)):
-            raise ValueError(
-                f"collective_permute(pairs={list(map(list, found))}): expected numbers from 0 to {world - 1}, each at "
-                "most once as a source and once as a target"
-            )
-    if world == 1:
-        return value.clone() if found else torch.zeros_like(value)
-    [result] = base.processes().collective("collective_permute", [value], None, pairs=found)
-    return result
-
-
 def collective_broadcast(
     tensors: Sequence[torch.Tensor], root_ordinal: int = 0, groups: Groups = None, pin_layout: bool = True
 ) -> None:
