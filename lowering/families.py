@@ -8,7 +8,6 @@ from xla_amp.lowering.math import arithmetic, distance, elementwise, foreach, fo
 from xla_amp.lowering.nn import (
     activation,
     convolution,
-    detection,
     embedding_bag,
     loss,
     normalization,

@@ -107,14 +107,11 @@ def expand_masks(index: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return indexed
 
 
-def without_padding(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The kernel of ``torchvision::nms``, which returns indices and then negative numbers, without these."""
-
-    def indices(*args: Any, **kwargs: Any) -> torch.Tensor:
-        found = _to_host(kernel(*args, **kwargs), "torchvision::nms")
-        return transfer.to_device(found[found >= 0])
-
-    return indices
+def nms(dets: torch.Tensor, scores: torch.Tensor, iou_threshold: float) -> torch.Tensor:
+    """``torchvision::nms``, int64[boxes kept], by torchvision's kernel of the CPU, which lacks half types."""
+    given = (_to_host(x, "torchvision::nms") for x in (dets, scores))
+    kept: torch.Tensor = torch.ops.torchvision.nms(*(x if x.itemsize > 2 else x.float() for x in given), iou_threshold)
+    return transfer.to_device(kept)
 
 
 def find_length(repeat: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -311,6 +311,5 @@ WRAPPERS: dict[str, Wrapper] = {
     "linalg_lstsq": _least_squares,
     "linalg_lu_factor_ex": _checked("torch.linalg.lu_factor_ex"),
     "repeat_interleave.Tensor": dynamic_shape.find_length,
-    "torchvision::nms": dynamic_shape.without_padding,
 }
 """Operation -> wrapper of its kernel."""

@@ -234,6 +234,7 @@ def _install_kernels() -> None:
     for name, wrap in composites.AUTOGRAD_WRAPPERS.items():
         autograd = torch.library.get_kernel(f"aten::{name}", "AutogradPrivateUse1")  # there since ours is
         _implement("aten", name, wrap(autograd.call_boxed), "AutogradPrivateUse1")
+    _implement("torchvision", "nms", dynamic_shape.nms)
     for name, kernel in composites.AUTOCAST_KERNELS.items():
         _implement("torchvision", name, kernel, "AutocastPrivateUse1")
     for name, kernel in c10d.KERNELS.items():

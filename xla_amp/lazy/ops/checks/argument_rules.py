@@ -248,8 +248,6 @@ RULES: Sequence[ArgumentRule] = (
             ("index_add index_copy", "self source"),
             ("linalg_lstsq", "self b"),
             ("mv", "self vec"),
-            ("torchvision::nms", "dets scores"),
-            ("torchvision::roi_align", "input rois"),
             ("vdot", "self other"),
         )
     ),
@@ -331,18 +329,6 @@ RULES: Sequence[ArgumentRule] = (
         "self bins",
         "one number of bins for each column",
         lambda x, bins: len(bins) == x.shape[-1],
-    ),
-    ArgumentRule(
-        "torchvision::nms",
-        "dets scores",
-        "floating boxes [N, 4] and scores [N]",
-        lambda x, scores: x.dim() == 2 and x.shape[1] == 4 and scores.shape == x.shape[:1] and x.is_floating_point(),
-    ),
-    ArgumentRule(
-        "torchvision::roi_align",
-        "input rois",
-        "a floating input [N, C, H, W] and rois [K, 5]",
-        lambda x, rois: x.is_floating_point() and x.dim() == 4 and rois.dim() == 2 and rois.shape[1] == 5,
     ),
     # Numbers that are constants of the program; `EACH_CALL` has the others.
     ArgumentRule(

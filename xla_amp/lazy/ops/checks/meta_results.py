@@ -15,8 +15,6 @@ from xla_amp.lazy.ops import operators
 aten = torch.ops.aten
 SHAPES: dict[Any, Callable[..., Any]] = {}
 """Operator -> its meta function; `shape_inference.results` looks here first."""
-OTHER_LIBRARIES: dict[str, Callable[..., Any]] = {}
-"""The same by name, for operators of libraries that may not be imported."""
 
 
 def _of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -245,27 +243,3 @@ def _grouped_mm(
     groups: tuple[int, ...] = () if offs is None or 3 in dims else (offs.shape[0],)
     batch = left.shape[:1] if dims == (3, 3) else groups
     return left.new_empty((*batch, left.shape[-2], right.shape[-1]), dtype=out_dtype)
-
-
-# -- torchvision: its meta kernel of nms has a size that depends on data, and those of older versions are missing ------
-
-
-def _nms(dets: torch.Tensor, scores: torch.Tensor, iou_threshold: float) -> torch.Tensor:
-    return scores.new_empty(scores.shape, dtype=torch.int64)
-
-
-def _roi_align(x: torch.Tensor, rois: torch.Tensor, scale: float, height: int, width: int, *_: Any) -> torch.Tensor:
-    return x.new_empty((rois.shape[0], x.shape[1], height, width))
-
-
-def _roi_align_backward(
-    grad: torch.Tensor, rois: torch.Tensor, scale: float, height: int, width: int, *rest: Any
-) -> torch.Tensor:
-    return grad.new_empty(rest[:4])  # batch, channels, height, width
-
-
-OTHER_LIBRARIES |= {
-    "torchvision::_roi_align_backward": _roi_align_backward,
-    "torchvision::nms": _nms,
-    "torchvision::roi_align": _roi_align,
-}

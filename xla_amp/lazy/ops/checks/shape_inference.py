@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from xla_amp.lazy.graph.trace import Spec, spec
-from xla_amp.lazy.ops.checks.meta_results import OTHER_LIBRARIES, SHAPES
+from xla_amp.lazy.ops.checks.meta_results import SHAPES
 
 
 def on_meta(value: Any) -> Any:
@@ -34,7 +34,7 @@ def has_meta_kernel(operator: Any) -> bool:
 
 def results(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Spec | None, ...]:
     """Specs of what `operator` returns; raises what torch raises for arguments that do not fit."""
-    shapes = SHAPES.get(operator) or OTHER_LIBRARIES.get(operator.name(), operator)
+    shapes = SHAPES.get(operator, operator)
     returned = shapes(*map(on_meta, args), **{name: on_meta(value) for name, value in kwargs.items()})
     return tuple(
         None if tensor is None else spec(tuple(tensor.shape), tensor.dtype)
