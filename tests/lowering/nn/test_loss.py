@@ -5,8 +5,11 @@ Ordinary calls are those of torch's operator database (tests/lazy/op_db).
 
 from __future__ import annotations
 
+import itertools
+
 import torch
-from harness import check, check_rows, row, sample, together
+import torch.nn.functional as F
+from harness import assert_same, check, check_rows, row, sample, together
 
 NONE, MEAN, SUM = range(3)
 
@@ -26,7 +29,6 @@ def probabilities(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 BENDS = [("huber_loss", 1.0), ("huber_loss", 0.5), ("smooth_l1_loss", 1.0), ("smooth_l1_loss", 0.5)]
-LISTED = torch.tensor([1, 2, -1, 0, 0])
 
 ROWS = [
     *(row(name, "fb", lambda d, at=at: (*pair(d), NONE, at), wide=True) for name, at in BENDS),
@@ -51,8 +53,24 @@ def test_one_sample(reduction: int) -> None:
         check("nll_loss_forward", x, target, weight, reduction, -100)
         total = torch.ops.aten.nll_loss_forward(x, target, weight, reduction, -100)[1]
         check("nll_loss_backward", sample(seed=2), x, target, weight, reduction, -100, total)
-    check("multi_margin_loss", x, torch.tensor([2]), 1, 1.0, None, reduction)
-    check("multilabel_margin_loss_forward", x, LISTED, reduction)
+
+
+def test_margins_of_classes() -> None:
+    """Of one row and several; targets after the first -1 do not count."""
+    several = sample(2, 5), torch.tensor([[1, 2, -1, 0, 0], [-1, 4, 3, 2, 1]])
+
+    def losses(where: str) -> list[torch.Tensor]:
+        found = []
+        for reduction, rows in itertools.product(("none", "mean", "sum"), (0, slice(2))):
+            x, listed = (each[rows].clone().to(where) for each in several)
+            x.requires_grad_()
+            own, weight = torch.tensor([2, 4])[rows].to(where), sample(5, low=0.1, seed=3).to(where)
+            several_margins = F.multilabel_margin_loss(x, listed, reduction=reduction)
+            one_margin = F.multi_margin_loss(x, own, p=2, weight=weight, reduction=reduction)
+            found += [several_margins, one_margin, *torch.autograd.grad((several_margins + 2 * one_margin).sum(), x)]
+        return found
+
+    assert_same(losses, rtol=1e-5, atol=1e-6)
 
 
 def test_infinite_log_probability_of_an_ignored_class_stays_out() -> None:

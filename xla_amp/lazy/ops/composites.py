@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.forward_ad import unpack_dual
 
+from xla_amp.lazy.ops import missing
+from xla_amp.lazy.ops.checks import argument_rules, shape_inference
 from xla_amp.lazy.ops.operators import KernelTable
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE, PLAIN
 
@@ -201,6 +203,30 @@ def _encoder_layer(
         return x + feed_forward(norm(x, 1))
     x = norm(src + attend(src), 0)
     return norm(x + feed_forward(x), 1)
+
+
+# -- rare losses, composed so that their gradients are -----------------------------------------------------------------
+
+
+@KERNELS.implements("multi_margin_loss")
+def _multi_margin_loss(x: torch.Tensor, target: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    loss: torch.Tensor = missing.decomposition(aten.multi_margin_loss.default)(x, target, *rest, **options)
+    return loss if loss.dim() == 0 else loss.view(target.shape)  # the decomposition makes a number a row
+
+
+@KERNELS.implements("multilabel_margin_loss_forward")
+def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, ...]:
+    # Torch's decomposition counts targets after the first -1.
+    argument_rules.check(aten.multilabel_margin_loss_forward.default, {"self": x, "target": target})
+    aten.multilabel_margin_loss_forward.default(*map(shape_inference.on_meta, (x, target)), reduction)  # wrong shapes
+    wide, listed = torch.atleast_1d(x.float() if x.itemsize == 2 else x, target)
+    valid = ((listed < 0).cumsum(-1) == 0)[..., None]
+    named = (valid & (listed[..., None] == torch.arange(wide.shape[-1], device=x.device))).any(-2)
+    own = wide.gather(-1, listed.clamp(min=0))[..., None]
+    excess = (1 - own + wide[..., None, :]).relu().masked_fill(~valid | named[..., None, :], 0)
+    losses = excess.sum((-1, -2)) / wide.shape[-1]
+    loss = (losses, losses.mean(), losses.sum())[reduction]
+    return loss.to(x.dtype), named.view(target.shape).to(x.dtype)
 
 
 # -- linear layers ----------------------------------------------------------------------------------------------------

@@ -61,7 +61,6 @@ RULES = (
     IndexRule("gather index_add", "index", 2, _along, RuntimeError),
     IndexRule("index_copy index_reduce index_select", "index", 2, _along),
     IndexRule("index_fill.int_Scalar index_fill.int_Tensor", "index", 2, _along, negative=True),
-    IndexRule("multi_margin_loss", "target", 1, lambda x, *_: _size(x, -1), RuntimeError),
     IndexRule(
         "nll_loss2d_forward nll_loss_forward", "target", 1, lambda x, *_: _size(x, min(1, x.dim() - 1)), ignored=4
     ),

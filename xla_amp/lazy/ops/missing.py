@@ -78,7 +78,7 @@ def _decompositions() -> Mapping[Any, Any]:
     return {operator: found[operator] for operator in found}
 
 
-def _decomposition(functional: Any) -> Any:
+def decomposition(functional: Any) -> Any:
     """Torch's decomposition of a functional variant, which refuses what torch's kernels refuse; None without one."""
     found = _decompositions().get(functional)
     if found is None:
@@ -95,13 +95,13 @@ def _decomposition(functional: Any) -> Any:
 def _decomposed(operator: Any, args: Any, kwargs: Any) -> Any:
     """Runs an operator, or an in-place one by its functional variant; NotImplemented without a decomposition."""
     functional = functional_variant(operator)
-    decomposition = _decomposition(functional)
-    if decomposition is None or any(argument.is_out for argument in operator._schema.arguments):
+    composed = decomposition(functional)
+    if composed is None or any(argument.is_out for argument in operator._schema.arguments):
         return NotImplemented
     if functional is operator:
-        return decomposition(*args, **kwargs)
+        return composed(*args, **kwargs)
     argument_rules.check_inplace(functional, args, kwargs)
-    return args[0].copy_(decomposition(*args, **kwargs))
+    return args[0].copy_(composed(*args, **kwargs))
 
 
 def _into_out(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ def _into_out(operator: Any, args: Any, kwargs: Any) -> Any:
         same = functional_arguments(candidate)[: len(wanted)] == wanted
         # Torch's own functional variant may call this one.
         ours = candidate.has_kernel_for_dispatch_key("PrivateUse1")
-        function = candidate if ours else _decomposition(candidate)
+        function = candidate if ours else decomposition(candidate)
         if function is None or not same or extra not in ([], _FACTORY):
             continue
         options = dict(kwargs)

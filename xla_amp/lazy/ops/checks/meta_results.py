@@ -111,13 +111,6 @@ def _attention_backward(grad: torch.Tensor, *rest: Any, **_: Any) -> tuple[torch
 # -- the rest ---------------------------------------------------------------------------------------------------------
 
 
-@_of("multilabel_margin_loss_forward")
-def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, ...]:
-    loss, named = aten.multilabel_margin_loss_forward.default(x, target, reduction)
-    # Of one row torch's kernels give a number, but its meta kernel a dimension of one.
-    return (loss if target.dim() == 2 else loss.new_empty(())), named
-
-
 def _batch_norm_of(operator: Any) -> Callable[..., Any]:
     def shapes(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
         y, *saved = operator(x, *rest)
@@ -149,12 +142,6 @@ def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) 
 @_of("_standard_gamma_grad")
 @_of("glu_jvp")
 def _like_the_first(x: torch.Tensor, *rest: Any, **_: Any) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-@_of("multi_margin_loss_backward")
-@_of("multilabel_margin_loss_backward")
-def _like_the_second(grad: torch.Tensor, x: torch.Tensor, *rest: Any, **_: Any) -> torch.Tensor:
     return torch.empty_like(x)
 
 
