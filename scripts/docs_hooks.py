@@ -39,7 +39,7 @@ MOVED = {
     "lightning": "frameworks.html#lightning",
     "lowering": "source/lowering/index.html",
     "models": "source/benchmarks/results/models.html",
-    "one_rule": "lists/one_rule.html",
+    "one_rule": "policy.html#casts",
     "support": "lists/operations.html",
     "torch_xla": "frameworks.html#torch_xla",
 }
