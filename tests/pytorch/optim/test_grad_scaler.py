@@ -198,43 +198,6 @@ def test_scale_refuses(outputs):
         GradScaler("cpu").scale(outputs)
 
 
-def test_order_of_calls(device):
-    params = parameters(device)
-    optimizer = torch.optim.SGD(params, lr=0.05)
-    for call in ("step", "unscale_"):
-        with pytest.raises(AssertionError, match=f"Attempted {call} but _scale is None"):
-            getattr(GradScaler(device), call)(optimizer)
-    with pytest.raises(AssertionError, match="Attempted update but _scale is None"):
-        GradScaler(device).update()
-
-    scaler, optimizer, params = started(device)
-    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
-        scaler.update()
-    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
-        scaler.step(optimizer, closure=lambda: None)
-    scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step"):
-        scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
-        scaler.step(optimizer)
-
-    empty = torch.optim.SGD(parameters(device), lr=0.05)
-    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
-        scaler.step(empty)
-
-
-def test_float16_gradients(device):
-    params = parameters(device, torch.float16)
-    optimizer = torch.optim.SGD(params, lr=0.05)
-    scaler = GradScaler(device, init_scale=2.0)
-    set_gradients(params, scaler, 0)
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        scaler.unscale_(optimizer)
-
-
 def test_questions_before_and_after_an_iteration(device):
     scaler, optimizer, _ = started(device)
     with pytest.raises(RuntimeError, match="no iteration has ended yet"):
