@@ -81,7 +81,7 @@ def in_a_terminal(folder, *arguments: str, columns: int = 80) -> str:
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        (("inspect", "net.mlir"), ("dot_general", "before", "result")),
+        (("inspect", "net.mlir"), ("Contractions", "operands and result")),
         (("convert", "net.mlir", "-o", "in_terminal.mlir"), ("before", "after", "result", "without the column")),
         (("compare", "net.mlir", "net.mlir"), ("by one rounding", "error")),
         (("policy", "show", "tpu"), ("(rule 1)", "(rule 2)", "operations", "why")),

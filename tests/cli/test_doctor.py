@@ -41,23 +41,6 @@ def test_what_does_not_fit(versions, devices, said, monkeypatch: pytest.MonkeyPa
     assert said in found[0][1]
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "said"),
-    [
-        ("XLA_AMP_ENGINE", "foo", "XLA_AMP_ENGINE='foo': expected one of auto, torch_xla, jax"),
-        ("XLA_AMP_RULES", "foo=bar", "XLA_AMP_RULES, rule 1 ('foo=bar'): unknown cast 'bar'"),
-        ("XLA_AMP_POLICY", "absent.toml", "policy file 'absent.toml' cannot be read"),
-        ("XLA_AMP_TAPE_LIMIT", "-1", "XLA_AMP_TAPE_LIMIT"),
-    ],
-)
-def test_a_setting_that_cannot_be_followed(variable, value, said, monkeypatch: pytest.MonkeyPatch):
-    assert list(doctor.settings()) == []
-    monkeypatch.setenv(variable, value)
-    ((found, advice),) = doctor.settings()
-    assert said in found
-    assert advice == "correct it, or unset the variable"
-
-
 def test_what_fits(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     versions = {"torch": "2.13.0+cpu", "jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda12-plugin": "0.10.2"}

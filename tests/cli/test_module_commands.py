@@ -115,7 +115,7 @@ def test_inspect(run):
     assert (status, err) == (0, "")
     assert out.startswith("net.mlir: text\n\noperations  6\narguments   384 B\n")
     assert [row.split() for row in rows(out, "Contractions")] == [["f32", "x", "f32", "->", "f32", "2"]]
-    assert rows(out, "Largest values")[0].split() == ["f32[8,8]", "256", "B", "argument", "1", "main"]
+    assert "Casts" not in out, "there are none"
 
 
 def test_inspect_as_json(run):
@@ -156,12 +156,7 @@ def test_the_report_of_a_conversion_has_cost_reason_and_line(run, monkeypatch):
     assert "allow: " in answer[1]
 
 
-def test_an_inspection_says_what_could_be_low(run):
-    _, out, _ = run("inspect", "net.mlir")
-    assert "2 of 2 products and convolutions, 1.02 kFLOP of 1.02 kFLOP (100 %)" in out
-
-
-def test_compare_names_the_results_and_measures_updates(run, folder):
+def test_compare_names_the_results(run, folder):
     def step(params, x):
         gradient = jax.grad(lambda p: jnp.tanh(x @ p["w"]).sum() + p["b"].sum())(params)
         return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient), x.sum()
@@ -173,14 +168,7 @@ def test_compare_names_the_results_and_measures_updates(run, folder):
     results = {row["name"]: row for row in json.loads(out)["outputs"]}
     assert status == 0
     assert set(results) == {"result[0]['w']", "result[0]['b']", "result[1]"}
-    weight = results["result[0]['w']"]
-    assert weight["update_of"] == "params['w']"
-    assert weight["error"]["relative"] < 1e-4 < 1e-3 < weight["of_update"] < 0.05, (
-        "an update is smaller than its weight"
-    )
-    assert results["result[1]"]["of_update"] is None
-    _, out, _ = run("compare", "step.mlir", "low_step.mlir")
-    assert "params['w']" in out
+    assert results["result[0]['w']"]["error"]["relative"] < 1e-4
 
 
 def test_samples_in_bfloat16_fit_float32(run, folder):

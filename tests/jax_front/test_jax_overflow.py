@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,13 +104,12 @@ def test_what_is_found(function, x, expected, line):
             assert line in source.read().splitlines()[int(number) - 1]
 
 
-def test_operands_scopes_and_json():
+def test_operands_and_scopes():
     report = find_overflow(scanned, jnp.float32(0.01))
     (operand,) = report.first.inputs
     assert (operand.dtype, operand.shape, operand.largest) == ("float32", (), 100.0)
     assert report.producers[-1].place.module == ""
     assert report.operations == 8
-    assert json.loads(report.to_json())["producers"][0]["place"]["iteration"] == "iteration 1 of scan"
     text = str(report)
     assert "operand 0: float32 scalar, magnitudes 100 to 100" in text
     assert "exp made inf, iteration 1 of scan" in text
@@ -207,14 +204,6 @@ def test_objects_of_nnx_keep_their_state():
     report = find_overflow(nnx.jit(lambda model, x: model(x)), model, jnp.ones((1, 2)))
     assert report.first.place.operation == "log"
     assert float(model.count[...]) == 0
-
-
-def test_an_inf_that_becomes_finite_is_followed_to_where_it_does():
-    report = find_overflow(
-        autocast(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), dtype="float16"), jnp.full((8, 8), 1e5), jnp.ones((4, 8))
-    )
-    assert (report.first.place.operation, report.became_finite.operation) == ("dot_general", "tanh")
-    assert "the results are finite: the inf became finite in tanh" in str(report)
 
 
 def test_a_mutable_array_is_looked_into():

@@ -30,13 +30,11 @@ def low_products(module) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("constant", [2 + 1j, np.arange(8) * 1j + 1], ids=["splat", "dense"])
-def test_complex_constants_are_counted_and_kept(constant):
+def test_complex_constants_are_kept(constant):
     def function(x, w):
         return jnp.abs((x @ w).astype(jnp.complex64) * jnp.asarray(constant, jnp.complex64))
 
     text = jax.jit(function).lower(X, W).as_text()
-    stored = 8 if np.ndim(constant) == 0 else 64
-    assert inspect(text).constants == stored
     converted = autocast(text)
     assert low_products(converted) == [("bf16", "f32")]
     (found,) = module_runs.run(converted.module, [X, W])

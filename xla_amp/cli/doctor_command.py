@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 from xla_amp.cli import arguments as common
 
@@ -24,5 +25,5 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.tools import doctor
 
     found = doctor.diagnose()
-    text = common.as_json(doctor.to_dict(found)) if arguments.json else str(found)
+    text = common.as_json(dataclasses.asdict(found)) if arguments.json else str(found)
     return text, int(bool(found.conflicts))

@@ -26,14 +26,6 @@ def array_of(attribute: Any) -> np.ndarray[Any, Any] | None:
         return None
 
 
-def is_splat(constant: Any) -> bool:
-    """Whether a constant stores one element for all."""
-    value = ir.attribute(constant, "value")
-    if value is None:  # complex
-        return "dense<(" in constant.get_asm(large_elements_limit=1)
-    return bool(getattr(value, "is_splat", False))
-
-
 _BLOB: Final = re.compile(r'"0x([0-9A-Fa-f]+)"\s*}\s*}\s*#-}\s*$')
 _ALIGNMENT: Final = 8
 """Hexadecimal digits of a blob before its values."""

@@ -7,7 +7,6 @@ print, hang or end a process.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import platform
@@ -15,12 +14,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
-from typing import Any, Final
+from typing import Final
 
 from xla_amp import hardware
 from xla_amp.common import config
 from xla_amp.errors import PolicyError
-from xla_amp.policy import load, resolve
+from xla_amp.policy import load
 from xla_amp.policy.load import default_name
 from xla_amp.tools.explain.page import Page, Report, Section
 
@@ -61,22 +60,6 @@ if found[0][0] in ("gpu", "cuda") and importlib.util.find_spec("torch"):
     shared = torch.cuda.is_available()
 print(json.dumps([found, shared]))
 """
-_SETTINGS: Final = (
-    config.alone,
-    config.compiler_options,
-    config.debug,
-    config.eager,
-    config.engine,
-    config.fallback,
-    config.huggingface,
-    config.platform,
-    config.program_memory,
-    config.shows_progress,
-    config.tape_limit,
-    config.timeout,
-    config.warns_of_cpu_training,
-)
-"""Readers of variables, each of which raises for a value that it does not have."""
 _ALLOCATOR: Final = ("PREALLOCATE", "MEM_FRACTION", "ALLOCATOR")
 """Ends of JAX's variables, after XLA_PYTHON_CLIENT_, each of which says how much memory it takes at its start."""
 
@@ -141,7 +124,7 @@ def diagnose() -> Diagnosis:
         environment={name: value for name, value in sorted(os.environ.items()) if value and name.startswith(_PREFIXES)},
         engine=_engine(versions),
         low=low_dtypes(devices),
-        conflicts=(*settings(), *conflicts(versions, devices, shared)),
+        conflicts=tuple(conflicts(versions, devices, shared)),
     )
 
 
@@ -186,20 +169,11 @@ def _engine(versions: Mapping[str, str]) -> str:
         return ""
     try:
         wanted = config.engine()
-    except PolicyError:  # `settings` has it
-        return ""
+    except PolicyError as error:
+        return str(error)
     fits = "torch_xla" in versions and _pair(versions["torch_xla"]) == _pair(versions["torch"])
     chosen = ("torch_xla" if fits else "jax") if wanted == "auto" else wanted
     return {"jax": "jax, the lazy device on JAX", "torch_xla": "torch_xla"}[chosen]
-
-
-def settings() -> Iterator[tuple[str, str]]:
-    """(an environment variable with a value that nothing can follow, what to do)."""
-    for read in (*_SETTINGS, functools.partial(resolve, "tpu")):
-        try:
-            read()
-        except PolicyError as error:
-            yield str(error), "correct it, or unset the variable"
 
 
 def low_dtypes(devices: list[list[str]] | str) -> str:
@@ -273,8 +247,3 @@ def _pair(version: str) -> tuple[int, int]:
     parts = version.split(".")
     digits = ["".join(filter(str.isdigit, part)) or "0" for part in (*parts, "0", "0")[:2]]
     return int(digits[0]), int(digits[1])
-
-
-def to_dict(found: Diagnosis) -> dict[str, Any]:
-    """For JSON."""
-    return dataclasses.asdict(found)

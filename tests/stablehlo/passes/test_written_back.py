@@ -136,7 +136,7 @@ def test_a_product_with_quantized_weights_stays_as_it_is(operation, tmp_path, ca
     assert row.operation == f"{operation}.quantized"
     assert row.before == row.after == "float32"
     assert "quantized" in row.why
-    assert inspection.inspect(converted.program).rows
+    assert inspection.inspect(converted.program).dtypes
     (tmp_path / "in.mlir").write_text(HYBRID[operation])
     assert cli.main(["convert", str(tmp_path / "in.mlir"), "-o", str(tmp_path / "out.mlir")]) == 0
     assert "quantized" in capsys.readouterr().out

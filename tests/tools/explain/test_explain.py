@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -220,19 +219,11 @@ def test_the_answers_about_a_step(device):
     assert "mse_loss" in on_purpose.items[0][0]
 
 
-def test_rows_are_flat_and_in_json(report):
+def test_rows_are_flat(report):
     rows = report.rows()
     assert all(isinstance(value, str) for row in rows for value in row.values())
     assert len({tuple(row) for row in rows}) == 1
     assert rows[0]["casts"] == "float32->bfloat16, float32->bfloat16"
-    document = json.loads(report.to_json(indent=1))
-    assert document["summary"] == {
-        "operations": 4,
-        "by_cast": {"low": 3, "keep": 1},
-        "by_layer": {"builtin": 4},
-        "casts_inserted": {"float32->bfloat16": 6},
-    }
-    assert document["operations"] == rows
     assert (rows[0]["before"], rows[3]["front"]) == ("float32, float32", "jax")
 
 

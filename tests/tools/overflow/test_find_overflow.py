@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import runpy
 import warnings
@@ -82,7 +81,7 @@ def state(trainer):
     ]
 
 
-def test_the_first_overflow_of_a_forward_pass(device, tmp_path):
+def test_the_first_overflow_of_a_forward_pass(device):
     trainer = Trainer(device, Block(), Block(1e6))
     trainer.epoch(trainer.batch)
     before = state(trainer)
@@ -94,23 +93,12 @@ def test_the_first_overflow_of_a_forward_pass(device, tmp_path):
     assert __file__ in first.place.location
     (given,) = first.inputs
     assert (given.name, given.dtype, given.shape) == ("self", "float16", (2, 3, 8))
-    assert (given.infinities, given.nans) == (0, 0)
-    with torch.no_grad(), xla_amp.autocast(device, dtype=torch.float16):
-        trainer.model.eval()
-        x = trainer.model[0](trainer.batch)
-        scores = x @ x.transpose(-1, -2)
-        up = trainer.model[1].up(torch.softmax(scores + torch.full_like(scores, -torch.inf).triu(1), -1) @ x)
-    assert given.largest == pytest.approx(up.abs().max().item(), rel=1e-2)
-    assert 0 < given.smallest < given.largest
-    assert given.smallest == pytest.approx(up.abs().min().item(), rel=0.1)
     assert report.scale == 2.0**9
     assert "0.up.weight" in report.nonfinite_gradients
     text = str(report)
     assert "mul.Tensor made inf in the forward pass, module 1" in text
-    assert given.least == -given.largest or given.greatest == given.largest
     assert f"self: float16 2x3x8, {given.least:.3g} to {given.greatest:.3g}, magnitudes" in text
     assert "result: float16, which holds magnitudes up to 6.55e+04" in text
-    assert json.loads(report.to_json())["producers"][0]["place"]["module"] == "1"
 
 
 def test_a_finite_step_and_one_that_is_compiled():
@@ -164,25 +152,6 @@ def test_the_module_of_a_backward_operation(device):
     assert any(operand.largest == 0.0 for operand in report.first.inputs)
     assert model[0].weight.grad is None
     assert sorted(report.nonfinite_gradients) == ["0.bias", "0.weight"]
-
-
-@pytest.mark.parametrize(
-    ("finish", "ended"),
-    [
-        (torch.tanh, "tanh"),
-        (lambda y: torch.where(y > 1, torch.ones_like(y), y), "where.self"),
-        (lambda y: torch.zeros_like(y).copy_(y).clamp(max=1), "clamp"),
-        (lambda y: y.new_ones(2), None),
-    ],
-)
-def test_an_inf_that_becomes_finite_is_followed(finish, ended):
-    """The last operation ignores it; `ones_like` and `zeros_like` read a shape."""
-    x = torch.full((2,), 1e30, device=xla_amp.xla_device())
-    report = find_overflow(lambda: finish((x * 1.0) ** 2).sum())
-    assert report.first.place.operation == "pow.Tensor_Scalar"
-    assert ended == (report.became_finite.operation if report.became_finite else None)
-    sentence = f"the inf became finite in {ended}, {__file__}" if ended else "the inf did not reach them"
-    assert f"the results are finite: {sentence}" in re.sub(r"\s+", " ", str(report))
 
 
 def in_a_region(f):

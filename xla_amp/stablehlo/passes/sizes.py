@@ -23,12 +23,6 @@ def written(operation: Any) -> str:
     return " ".join([short_name(operation), *(f"{name}={attributes[name]}" for name in names)])
 
 
-def read_elements(operation: Any) -> tuple[str, str]:
-    """Element types of the operands of a product."""
-    left, right = list(operation.operands)[:2]
-    return ir.element(left), ir.element(right)
-
-
 def shapes(operation: Any) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
     """Shapes of operands and results; -1 for a dynamic size."""
     given, made = (tuple(map(_sizes, ends)) for ends in _ends(operation))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 from xla_amp.common import events, units
 from xla_amp.common.events import DecisionRecord
@@ -56,20 +55,6 @@ class ExplainReport(Report):
             for entry in self.records
         ]
 
-    def to_json(self, indent: int | None = None) -> str:
-        """`summary` and `rows` as JSON."""
-        return json.dumps({"summary": self.summary(), "operations": self.rows()}, indent=indent)
-
-    def summary(self) -> dict[str, Any]:
-        """Number of operations, in total, by cast and by layer, and number of inserted conversions by kind."""
-        inserted = Counter(cast for entry in self.records for cast in entry.casts)
-        return {
-            "operations": len(self.records),
-            "by_cast": dict(Counter(entry.cast for entry in self.records).most_common()),
-            "by_layer": dict(Counter(entry.layer for entry in self.records).most_common()),
-            "casts_inserted": dict(inserted.most_common()),
-        }
-
     def precision(self) -> PrecisionReport:
         """What ran low: contractions, float32 regions and casts, for each module and in total."""
         return summarize(self.records, is_contraction)
@@ -77,10 +62,10 @@ class ExplainReport(Report):
     def page(self) -> Page:
         """The report for people."""
         found = [_operation(entry) for entry in self.records]
-        summary = self.summary()
-        casts = ", ".join(f"{count} x {kind}" for kind, count in summary["casts_inserted"].items()) or "none"
+        inserted = Counter(cast for entry in self.records for cast in entry.casts)
+        casts = ", ".join(f"{count} x {kind}" for kind, count in inserted.most_common()) or "none"
         policies = ", ".join(dict.fromkeys(entry.policy for entry in self.records)) or "none"
-        count = summary["operations"]
+        count = len(self.records)
         return Page(
             title=f"{count:,} operation{'' if count == 1 else 's'} under autocast",
             facts={"policy": policies, "casts inserted": casts},

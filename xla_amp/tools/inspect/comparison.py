@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -23,13 +23,15 @@ from xla_amp.stablehlo import execution, ir, samples
 from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.tools.explain.page import Page, Report, Section
-from xla_amp.tools.inspect import inspection, names
+from xla_amp.tools.inspect import inspection
 
 TOLERANCE: Final = 0.05
 """Default limit of `Error.relative` for `Comparison.agrees`."""
 NOT_JUDGED: Final = (
     "not judged: it is rounding error in float32 already, as a value that is zero in exact arithmetic is"
 )
+_UNNAMED: Final = "result "
+"""Begins the name of a result that the program gives none."""
 _NO_DIGIT: Final = 0.5
 """Relative change by one rounding of the inputs above which no digit of a result is right."""
 
@@ -61,10 +63,6 @@ class OutputError(NamedTuple):
     """Of B against A."""
     rounding: float
     """Relative change of A's result where its inputs are off by one rounding."""
-    update_of: str = ""
-    """The argument whose new value it is, by their names; empty for other results."""
-    of_update: float | None = None
-    """For a new value: norm of the difference divided by the norm of the update."""
     judged: bool = True
     """Whether it counts for `Comparison.agrees`; a result that is only rounding error counts if it is not finite."""
 
@@ -88,13 +86,13 @@ class Comparison(Report):
     def first_difference(self, tolerance: float = TOLERANCE) -> OutputError | None:
         """The first result that differs, a named one if there is one; None if all agree."""
         differ = [each for each in self.outputs if not each.agrees(tolerance)]
-        return min(differ, key=lambda each: each.name.startswith(names.UNNAMED), default=None)
+        return min(differ, key=lambda each: each.name.startswith(_UNNAMED), default=None)
 
     def page(self, title: str = "two StableHLO programs", tolerance: float = TOLERANCE) -> Page:
         """The report for people."""
-        return Page(title, sections=[*self._answers(tolerance), Section("Results", table=self._table(tolerance))])
+        return Page(title, sections=[self._answer(tolerance), Section("Results", table=self._table(tolerance))])
 
-    def _answers(self, tolerance: float) -> Iterator[Section]:
+    def _answer(self, tolerance: float) -> Section:
         first = self.first_difference(tolerance)
         if first is None:
             answer = f"agree at a tolerance of {tolerance:g}"
@@ -103,12 +101,7 @@ class Comparison(Report):
             answer = f"{count} of {len(self.outputs)} differ at a tolerance of {tolerance:g}; the first is {first.name}"
         items = [] if first is None else [(first.name, described(first.error))]
         items += [(each.name, NOT_JUDGED) for each in self.outputs if not each.judged]
-        yield Section("Do the results of B agree with A?", answer, items)
-        updates = sorted((each for each in self.outputs if each.of_update), key=lambda each: -(each.of_update or 0.0))
-        if updates:
-            text = f"{len(updates)} results are new values; error relative to the update of the step"
-            worst = [(each.update_of, units.error(each.of_update or 0.0)) for each in updates[:5]]
-            yield Section("How wrong are the updates?", text, worst)
+        return Section("Do the results of B agree with A?", answer, items)
 
     def _table(self, tolerance: float) -> Table:
         rows = [
@@ -119,17 +112,15 @@ class Comparison(Report):
                 units.error(each.rounding),
                 units.error(each.error.largest),
                 each.error.nonfinite or None,
-                each.update_of,
-                None if each.of_update is None else units.error(each.of_update),
             )
             for each in self.outputs
         ]
-        columns = ("result", "type", "error", "by one rounding", "largest", "not finite", "update of", "of update")
+        columns = ("result", "type", "error", "by one rounding", "largest", "not finite")
         return Table(
             columns=columns,
             rows=rows,
-            right=("error", "by one rounding", "largest", "of update"),
-            optional=("largest", "by one rounding", "update of"),
+            right=("error", "by one rounding", "largest"),
+            optional=("largest", "by one rounding"),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,23 +156,15 @@ def compare(a: Any, b: Any, inputs: Sequence[Any] | None = None, *, seed: int = 
     reference, other = Runs(first), Runs(second)(narrow)
     exact, roundings = reference(arrays), reference.roundings(arrays)
     noise = only_rounding([each] for each in roundings)
-    inputs_of, outputs_of = _names(a, first)
-    before = names.updated(inputs_of, outputs_of)
-    outputs = []
-    for index, (kind, made, right) in enumerate(zip(kinds[1], other, exact, strict=True)):
-        output = OutputError(
-            index,
-            kind.element if kind else "",
-            outputs_of[index],
-            measure(made, right),
-            roundings[index],
-            judged=not noise[index],
+    named = [each.name for each in a.outputs] if hasattr(a, "outputs") else result_names(first)
+    return Comparison(
+        outputs=tuple(
+            OutputError(index, kind.element if kind else "", name, measure(made, right), rounding, judged=not noisy)
+            for index, (kind, name, made, right, rounding, noisy) in enumerate(
+                zip(kinds[1], named, other, exact, roundings, noise, strict=True)
+            )
         )
-        if index in before and np.shape(arrays[before[index]]) == np.shape(right):
-            old = arrays[before[index]]
-            output = output._replace(update_of=inputs_of[before[index]], of_update=_of_update(made, right, old))
-        outputs.append(output)
-    return Comparison(outputs=tuple(outputs))
+    )
 
 
 class Runs:
@@ -218,29 +201,21 @@ def only_rounding(roundings: Iterable[Sequence[float]]) -> list[bool]:
     return [False] * len(found) if all(found) else found
 
 
+def result_names(module: ir.MlirModule) -> list[str]:
+    """Names of the results: ``result[0]['w']``; ``result 3`` where the program has none."""
+    function = ir.entry(module)
+    count = len(ir.signature(module).outputs)
+    attributes: Sequence[Any] = function.attributes["res_attrs"] if "res_attrs" in function.attributes else [{}] * count
+    names = [str(each["jax.result_info"].value) if "jax.result_info" in each else "" for each in attributes]
+    return [name or f"{_UNNAMED}{index}" for index, name in enumerate(names)]
+
+
 def described(error: Error) -> str:
     """An error in words."""
     if np.isnan(error.relative):
         return "no element to judge by: none is finite in A and in B"
     nonfinite = f", {error.nonfinite} elements are not finite in one of them" if error.nonfinite else ""
     return f"error {units.error(error.relative)}{nonfinite}"
-
-
-def _names(program: Any, module: ir.MlirModule) -> tuple[list[str], list[str]]:
-    """Names of arguments and results: those of a program from `xla_amp.export`, or those in the module."""
-    if hasattr(program, "inputs") and hasattr(program, "outputs"):
-        return [each.name for each in program.inputs], [each.name for each in program.outputs]
-    return names.arguments(module), names.results(module)
-
-
-def _of_update(array: Any, exact: Any, old: Any) -> float | None:
-    """Norm of the error divided by the norm of the update from `old` to `exact`; None for other than real numbers."""
-    if np.asarray(exact).dtype.kind != "f":
-        return None
-    new, other = np.asarray(exact, np.float64), np.asarray(array).astype(np.float64)
-    update = float(np.linalg.norm(new - np.asarray(old).astype(np.float64)))
-    error = float(np.linalg.norm(other - new))
-    return error / update if update else (0.0 if error == 0 else float("inf"))
 
 
 def _for_one_device(module: ir.MlirModule, name: str) -> ir.MlirModule:

@@ -44,11 +44,6 @@ class Computed:
         """Whether it made an inf or NaN itself."""
         return bool(self.made) and produced(self.made, given=self.read, written=self.written)
 
-    @property
-    def ended(self) -> bool:
-        """Whether it read the values of an inf or NaN, and made none."""
-        return bool(self.read) and not self.made and not _ignores_values(self.func.overloadpacket.__name__)
-
 
 class Magnitudes(LocatingMode):
     """Finds what the operands and results of each operation have, without waiting for the device."""
@@ -193,12 +188,6 @@ def magnitude(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     # By dimension: torch_xla's maximum without one reduces nothing.
     found = [torch.linalg.vector_norm(each, math.inf, list(range(each.dim()))) for each in tensors]
     return found[0] if len(found) == 1 else torch.stack([each.double() for each in found]).amax(0)
-
-
-def _ignores_values(name: str) -> bool:
-    """Whether an operation takes the shape of its first operand, or its memory, and not its values."""
-    overwriting = ("copy_", "fill_", "normal_", "uniform_", "zero_")
-    return name.endswith("_like") or name.startswith("new_") or name in overwriting
 
 
 def _kind(value: float) -> str:

@@ -137,7 +137,6 @@ class _Watch:
         self.operations = 0
         self._producers: list[Producer] = []
         self._passed_on: Producer | None = None
-        self._became_finite: Place | None = None
         self._copies: dict[int, Any] = {}
         """Number of a producer that is a low copy -> its result."""
         self._loops: list[str] = []
@@ -161,10 +160,6 @@ class _Watch:
         progress.tell(f"{self.operations:,} operations, now {primitive.name}")
         self._name_copies(primitive, operands)
         made, bad = next(((kind, each) for each in results if (kind := _made(self._parts(each)))), ("", ()))
-        if not made and self._producers and self._became_finite is None:
-            reads_one = any(_made(self._parts(each)) for each in operands)
-            if reads_one and any(self._parts(each) for each in results):
-                self._became_finite = self._place(primitive)
         if not made or len(self._producers) >= MOST:
             return
         read = [(f"operand {index}", value, self._parts(value)) for index, value in enumerate(operands)]
@@ -208,7 +203,6 @@ class _Watch:
             results=results,
             operations=self.operations,
             not_watched=tuple(self._inside),
-            became_finite=self._became_finite,
         )
 
     def evaluate(self, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:

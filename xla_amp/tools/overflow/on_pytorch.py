@@ -90,7 +90,6 @@ def _find(run: Callable[[], Any], found: list[Any]) -> OverflowReport:
         producers = operands.producers()
         if operands.count != watch.count or len(producers) != len(wanted):
             raise StepError(_DIVERGED.format(watch.count, operands.count))
-    ends = (each.place for each in computed if made and each.number > made[0].number and each.ended)
     names = [*gradients, *(f"result {number}" for number in range(len(given_back)))]
     bad = [name for name, each in zip(names, is_bad, strict=True) if each]
     return OverflowReport(
@@ -98,7 +97,6 @@ def _find(run: Callable[[], Any], found: list[Any]) -> OverflowReport:
         passed_on=producers[0] if producers and not made else None,
         nonfinite_gradients=tuple(name for name in bad if name in gradients),
         results=tuple(name for name in bad if name not in gradients),
-        became_finite=next(ends, None) if is_bad and not bad else None,
         not_watched=() if is_bad else ("what the step is for: it returns no number and reaches no parameter",),
         scale=scale,
         operations=watch.count,

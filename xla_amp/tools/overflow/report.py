@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -129,7 +128,7 @@ def produced(made: str, *, given: str, written: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OverflowReport(Report):
-    """The result of `find_overflow`; ``print(report)`` for people, `to_json` for programs."""
+    """The result of `find_overflow`; ``print(report)`` for people."""
 
     producers: tuple[Producer, ...]
     """Operations that produced an inf or NaN from operands without it, in order; at most five."""
@@ -146,9 +145,6 @@ class OverflowReport(Report):
     """Results that are not finite."""
     not_watched: tuple[str, ...] = ()
     """What only the results of were seen, or nothing; empty if every operation was seen."""
-    became_finite: Place | None = None
-    """Where gradients and results are finite: the first operation after that of the first inf or NaN that read one and
-    had a finite result, such as ``tanh``."""
     scale: float | None = None
     """The loss scale; None without a scaler."""
 
@@ -156,10 +152,6 @@ class OverflowReport(Report):
     def first(self) -> Producer | None:
         """The operation that produced the first inf or NaN; None if no operation that was watched did."""
         return self.producers[0] if self.producers else None
-
-    def to_json(self, indent: int | None = None) -> str:
-        """Everything as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=indent)
 
     def page(self) -> Page:
         """The report for people."""
@@ -195,10 +187,6 @@ class OverflowReport(Report):
                 found.append(Section(f"Which {what} are not finite?", answer))
         if self.producers and not (found or self.not_watched):
             answer = f"the results are finite: the {self.producers[0].made} did not reach them"
-            if self.became_finite is not None:
-                place = self.became_finite
-                answer = f"the results are finite: the {self.producers[0].made} became finite in {place.operation}"
-                answer += f", {place.location}" if place.location else ""
             found.append(Section("Which results are not finite?", answer))
         if self.not_watched:
             items = [(f"not watched: {each}", "") for each in self.not_watched]

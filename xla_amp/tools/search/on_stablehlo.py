@@ -24,7 +24,7 @@ from xla_amp.stablehlo.passes.cast_graph import CastNode
 from xla_amp.stablehlo.passes.module_paths import own_path
 from xla_amp.stablehlo.passes.report import Achieved
 from xla_amp.stablehlo.program import Program
-from xla_amp.tools.inspect import comparison, names
+from xla_amp.tools.inspect import comparison
 from xla_amp.tools.search import Candidate, Found, Plan, SearchProgram, search
 
 _QUANTITY: Final = "results"
@@ -124,7 +124,7 @@ class _Original:
         if not ir.signature(program.module).outputs:
             raise ModuleError("the program gives no result: no error can be measured")
         self._runs = comparison.Runs(program.module)
-        self._names = names.results(program.module)
+        self._names = comparison.result_names(program.module)
         self._known: dict[int, tuple[list[Any], list[float]]] = {}
 
     def measure(self, converted: comparison.Runs, only: Sequence[int] | None = None) -> Achieved:
