@@ -31,10 +31,10 @@ def dynamo_backend():
 
     step_marker.keep_hook()
     yield dynamo_backend
-    step_marker._kept = False
-    if step_marker._forward_hook is not None:
-        step_marker._forward_hook.remove()
-        step_marker._forward_hook = None
+    step_marker._step.keeps_hook = False
+    if step_marker._step.hook is not None:
+        step_marker._step.hook.remove()
+        step_marker._step.hook = None
 
 
 @pytest.fixture(autouse=True)

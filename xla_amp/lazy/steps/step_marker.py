@@ -32,30 +32,43 @@ from xla_amp.lazy.steps import forward_hook
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import forks
 
-_armed = -1
-"""Generation of the trace in which an optimizer step was recorded; no longer current after a flush."""
-_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers that stepped in that trace."""
-_forward_hook: Any = None
-_awaited = False
-"""Whether the next forward pass begins a step."""
-_ended = False
-"""Whether the next forward pass begins a program, too (`end_step`)."""
-_kept = False
-"""Whether the hook stays installed (`keep_hook`)."""
-_first: tuple[int, Any] = -1, None
-"""Generation of a trace, and a weak reference to the module that was called first in it."""
-_repeats = False
-"""Whether the program ends where that module is called again (`loops`)."""
-_paused = False
-_open = -1
-"""Generation of the trace in which a training step began that no optimizer step has ended."""
-_begins_program = False
-"""Whether the last training step began with its program: nothing was recorded before its forward pass."""
-_with_optimizer = False
-"""Whether a step ends with the optimizer's (`end_with_optimizer`)."""
-_unscaled = False
-"""Whether a scaler has unscaled gradients and not updated its scale."""
+
+class _Step:
+    """Where the program is in its step."""
+
+    def __init__(self) -> None:
+        self.armed = -1
+        """Generation of the trace in which an optimizer step was recorded; no longer current after a flush."""
+        self.stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers that stepped in that trace."""
+        self.hook: Any = None
+        """The module hook's handle, while it is installed."""
+        self.keeps_hook = False
+        """Whether it stays installed (`keep_hook`)."""
+        self.awaited = False
+        """Whether the next forward pass begins a step."""
+        self.ended = False
+        """Whether the next forward pass begins a program, too (`end_step`)."""
+        self.first: tuple[int, Any] = -1, None
+        """Generation of a trace, and a weak reference to the module that was called first in it."""
+        self.repeats = False
+        """Whether the program ends where that module is called again (`loops`)."""
+        self.paused = False
+        self.open = -1
+        """Generation of the trace in which a training step began that no optimizer step has ended."""
+        self.begins_program = False
+        """Whether the last training step began with its program: nothing was recorded before its forward pass."""
+        self.with_optimizer = False
+        """Whether a step ends with the optimizer's (`end_with_optimizer`)."""
+        self.unscaled = False
+        """Whether a scaler has unscaled gradients and not updated its scale."""
+        self.watches = True
+        """Whether no optimizer has stepped parameters on the device."""
+        self.on_cpu: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        """Steps of optimizers whose first parameter is not on the device."""
+
+
+_step = _Step()
 
 
 @events.Point
@@ -66,12 +79,11 @@ def may_repeat() -> bool:  # type: ignore[empty-body]
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Context manager that disables step boundaries: everything recorded becomes one executable."""
-    global _paused
-    before, _paused = _paused, True
+    before, _step.paused = _step.paused, True
     try:
         yield
     finally:
-        _paused = before
+        _step.paused = before
 
 
 def install() -> None:
@@ -86,10 +98,9 @@ def install() -> None:
 
 def step_begins() -> None:
     """Flushes if an optimizer step was recorded since the last flush."""
-    global _armed
-    armed = _armed == trace.generation
-    _armed = -1
-    if armed and not _paused:
+    armed = _step.armed == trace.generation
+    _step.armed = -1
+    if armed and not _step.paused:
         flush()
 
 
@@ -99,16 +110,15 @@ def end_step() -> None:
     For loops of several processes, whose programs with collectives must be the same: what a process records or reads
     in between, to log a value for instance, is no part of them.
     """
-    global _ended
     flush()
     with trace.lock:
-        _ended = True
+        _step.ended = True
         _await_forward()
 
 
 def end_program() -> None:
     """Flushes, unless everything becomes one executable (`paused`)."""
-    if not _paused:
+    if not _step.paused:
         flush()
 
 
@@ -124,7 +134,7 @@ def loop_begins() -> None:
 
 
 def _run_alone() -> None:
-    if not trace.code or _paused or forks.is_forked():
+    if not trace.code or _step.paused or forks.is_forked():
         return
     with trace.lock:
         arrays = {id(buffer.array) for buffer in trace.parameters}
@@ -141,21 +151,18 @@ def end_with_optimizer() -> None:
 
     In every process at the same place: afterwards each may read what it likes.
     """
-    global _with_optimizer
-    _with_optimizer = True
+    _step.with_optimizer = True
 
 
 def unscales() -> None:
     """A scaler unscales gradients: its update will end the step."""
-    global _unscaled
-    _unscaled = True
+    _step.unscaled = True
 
 
 def scale_is_updated() -> None:
     """A scaler has updated its scale."""
-    global _unscaled
-    _unscaled = False
-    if _with_optimizer and not _paused and _armed == trace.generation:
+    _step.unscaled = False
+    if _step.with_optimizer and not _step.paused and _step.armed == trace.generation:
         end_step()
 
 
@@ -169,40 +176,37 @@ def _on_device(optimizer: torch.optim.Optimizer) -> bool:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if not _on_device(optimizer):
         return None
-    if _armed == trace.generation and optimizer in _stepped:
+    if _step.armed == trace.generation and optimizer in _step.stepped:
         step_begins()
     trace.nodes = None  # what the optimizer records is part of a training step
     return initial_state.before_step(optimizer, args, kwargs)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    global _open
     if _on_device(optimizer):
         device_was_used()
-        _open = -1
+        _step.open = -1
         if trace.code:
             _arm(optimizer)
-            if _with_optimizer and not _paused and not _unscaled:
+            if _step.with_optimizer and not _step.paused and not _step.unscaled:
                 end_step()
     else:
         stepped(optimizer)
 
 
 def _arm(optimizer: torch.optim.Optimizer) -> None:
-    global _armed
     with trace.lock:
-        if _armed != trace.generation:
-            _stepped.clear()
-        _armed = trace.generation
-        _stepped.add(optimizer)
+        if _step.armed != trace.generation:
+            _step.stepped.clear()
+        _step.armed = trace.generation
+        _step.stepped.add(optimizer)
         _await_forward()
 
 
 def keep_hook() -> None:
     """Leaves the module hook installed for good: Dynamo compiles again when hooks have changed."""
-    global _kept
     with trace.lock:
-        _kept = True
+        _step.keeps_hook = True
         _await_forward()
 
 
@@ -211,20 +215,18 @@ def _await_forward() -> None:
 
     A global module hook slows every module call down, so it is removed after the first call.
     """
-    global _awaited, _repeats
     with trace.lock:
-        _awaited, _repeats = True, False
+        _step.awaited, _step.repeats = True, False
         _install_hook()
 
 
 def _install_hook() -> None:
-    global _forward_hook
-    if _forward_hook is None:
-        _forward_hook = nn_module.register_module_forward_pre_hook(forward_hook.before_forward)
+    if _step.hook is None:
+        _step.hook = nn_module.register_module_forward_pre_hook(forward_hook.before_forward)
 
 
 def _before_forward(module: torch.nn.Module) -> None:
-    if _awaited or _repeats:
+    if _step.awaited or _step.repeats:
         with trace.lock:
             trains = getattr(module, "training", False)  # a frozen module of TorchScript does not have it
             _forward_begins(module, trains and torch.is_grad_enabled())
@@ -232,33 +234,32 @@ def _before_forward(module: torch.nn.Module) -> None:
 
 def graph_begins(graph: torch.nn.Module) -> None:
     """Marks the forward pass of a compiled graph, which may be the first one of a step."""
-    if _awaited or _repeats:
+    if _step.awaited or _step.repeats:
         with trace.lock:
             _forward_begins(graph, torch.is_grad_enabled())
 
 
 def _forward_begins(module: torch.nn.Module, trains: bool) -> None:
-    global _awaited, _begins_program, _ended, _first, _open, _repeats
-    if not _awaited:
-        if module is not _first_module() or _paused or not any(may_repeat()):
+    if not _step.awaited:
+        if module is not _first_module() or _step.paused or not any(may_repeat()):
             return
         flush()
-        _repeats = True
-    _awaited = False
-    if _ended:
-        _ended = False
+        _step.repeats = True
+    _step.awaited = False
+    if _step.ended:
+        _step.ended = False
         flush()
-    if not _kept and not _repeats:
+    if not _step.keeps_hook and not _step.repeats:
         _remove_hook()
     step_begins()
     if trains and not is_open() and _is_here(module):
         # What was recorded between two steps, sums and copies of weights for instance, is no part of the second.
-        before, _begins_program = _begins_program, not trace.code
+        before, _step.begins_program = _step.begins_program, not trace.code
         if before and trace.nodes == (threading.get_ident(), private_api.autograd_nodes()):
             _run_alone()
-    _first = trace.generation, weakref.ref(module)
+    _step.first = trace.generation, weakref.ref(module)
     if trains:
-        _open = trace.generation
+        _step.open = trace.generation
 
 
 def _is_here(module: torch.nn.Module) -> bool:
@@ -266,37 +267,34 @@ def _is_here(module: torch.nn.Module) -> bool:
 
 
 def _first_module() -> Any:
-    generation, module = _first
+    generation, module = _step.first
     return module() if generation == trace.generation else None
 
 
 def ends_at_first_module() -> bool:
     """From now on this program ends where its first module is called again; False if none has been called in it."""
-    global _awaited, _repeats
     _install_hook()
     if _first_module() is None:  # it was called on the CPU, and is gone
-        _awaited = True
+        _step.awaited = True
     else:
-        _repeats = True
-    return _repeats
+        _step.repeats = True
+    return _step.repeats
 
 
 def is_open() -> bool:
     """Whether the forward pass of a training step has begun in this trace, and no optimizer step has followed."""
-    return _open == trace.generation
+    return _step.open == trace.generation
 
 
 def _remove_hook() -> None:
-    global _forward_hook
-    if _forward_hook is not None:
-        _forward_hook.remove()
-        _forward_hook = None
+    if _step.hook is not None:
+        _step.hook.remove()
+        _step.hook = None
 
 
 def _forget() -> None:
     """In a forked child: a module on the CPU, a loader's transform for instance, begins no step of the parent's."""
-    global _armed, _awaited, _ended, _open, _repeats
-    _armed, _awaited, _ended, _open, _repeats = -1, False, False, -1, False
+    _step.armed, _step.awaited, _step.ended, _step.open, _step.repeats = -1, False, False, -1, False
     _remove_hook()
 
 
@@ -312,31 +310,26 @@ LEAST_ELEMENTS = 100_000
 STEPS = 10
 """Steps of one optimizer after which this is a training and not a comparison."""
 
-_watching = True
-_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-
 
 def device_was_used() -> None:
     """An optimizer has stepped parameters on the device: the program knows what is where."""
-    global _watching
-    _watching = False
-    _steps.clear()
+    _step.watches = False
+    _step.on_cpu.clear()
 
 
 def has_stepped() -> bool:
     """Whether an optimizer has stepped parameters on the device."""
-    return not _watching
+    return not _step.watches
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> None:
     """Counts a step of an optimizer whose first parameter is not on the device; warns at the `STEPS`-th."""
-    global _watching
-    if not _watching:
+    if not _step.watches:
         return
-    count = _steps[optimizer] = _steps.get(optimizer, 0) + 1
+    count = _step.on_cpu[optimizer] = _step.on_cpu.get(optimizer, 0) + 1
     if count < STEPS:
         return
-    del _steps[optimizer]
+    del _step.on_cpu[optimizer]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     elements = sum(p.numel() for p in parameters)
     if elements < LEAST_ELEMENTS or any(p.device.type != "cpu" for p in parameters):
