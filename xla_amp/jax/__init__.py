@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from xla_amp.jax.loss_scale import value_and_grad as value_and_grad
     from xla_amp.jax.optax_wrapper import skip_nonfinite as skip_nonfinite
     from xla_amp.lazy.interop.arrays import from_jax as from_jax
-    from xla_amp.lazy.interop.arrays import from_torch as from_torch
     from xla_amp.lazy.interop.arrays import to_jax as to_jax
     from xla_amp.lazy.interop.functional import functional as functional
     from xla_amp.lazy.interop.torch_function import torch_function as torch_function
@@ -33,7 +32,6 @@ _PUBLIC = {
     "autocast": "xla_amp.jax.api",
     "find_overflow": "xla_amp.tools.overflow.on_jax",
     "from_jax": "xla_amp.lazy.interop.arrays",
-    "from_torch": "xla_amp.lazy.interop.arrays",
     "functional": "xla_amp.lazy.interop.functional",
     "monitor": "xla_amp.tools.monitor.on_jax",
     "reduce_gradients": "xla_amp.jax.loss_scale",
@@ -47,7 +45,7 @@ _PUBLIC = {
 }
 """Public name -> module that defines it."""
 
-_NEEDS_TORCH = ("from_jax", "from_torch", "functional", "to_jax", "torch_function")
+_NEEDS_TORCH = ("from_jax", "functional", "to_jax", "torch_function")
 
 __all__ = _names.importable(sorted(_PUBLIC), _NEEDS_TORCH)
 

@@ -1,4 +1,4 @@
-"""Exchange arrays with JAX and other torch devices without a copy.
+"""Exchange arrays with JAX without a copy.
 
 A step donates dead arrays to its program, which writes results into their memory.  It donates only arrays that nothing
 but a lazy tensor references.  The caller of `to_jax` holds such a reference.  Memory of an array from outside may be
@@ -16,11 +16,10 @@ import torch
 from xla_amp.backends import base
 from xla_amp.common import arguments
 from xla_amp.errors import DeviceError, UnsupportedDtypeError
-from xla_amp.lazy import private_api, to_device
+from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_TORCH
 from xla_amp.lazy.graph.trace import Buffer, spec
 from xla_amp.lazy.programs import mesh, pjrt
-from xla_amp.lazy.tensors import transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE, array_of
 from xla_amp.lazy.torch_integration.device import device
 
@@ -49,7 +48,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     if tensor.device.type != DEVICE_TYPE:
         raise DeviceError(
             f"expected a tensor of the lazy device, got one on {tensor.device}: move it with "
-            "tensor.to(xla_amp.xla_device()), or without a copy with xla_amp.jax.from_torch(tensor)"
+            "tensor.to(xla_amp.xla_device()), or take its memory with jax.dlpack.from_dlpack(tensor)"
         )
     return array_of(tensor.detach())
 
@@ -77,30 +76,6 @@ def from_jax(array: jax.Array) -> torch.Tensor:
     base.require_lazy("from_jax()", "torch.from_numpy(numpy.array(array)).to(xla_amp.xla_device())")
     device()
     return tensor_over(array)
-
-
-def from_torch(tensor: torch.Tensor) -> torch.Tensor:
-    """A lazy tensor over the memory of a tensor of another torch device.
-
-    A CUDA tensor is shared if the lazy device is the same GPU; a CPU tensor if the lazy device is the CPU (XLA copies
-    memory that is not aligned to 64 bytes).  Other tensors are copied, as by ``tensor.to(device)``.
-    Do not write to the original while the lazy tensor needs its value.
-
-    Raises:
-        DeviceError: a tensor without memory (``meta``).
-        EngineError: the process uses torch_xla.
-    """
-    base.require_lazy("from_torch()", "tensor.to(xla_amp.xla_device())")
-    arguments.require("from_torch(tensor)", tensor, torch.Tensor, "a tensor")
-    device()
-    if tensor.device.type == DEVICE_TYPE:
-        return tensor
-    if tensor.device.type == "meta":
-        raise DeviceError("from_torch() expects a tensor that has values, got one on meta")
-    if not transfer.shares_memory(tensor):
-        return to_device(tensor.cpu())
-    result = tensor_over(transfer.from_memory(tensor))
-    return result.requires_grad_() if tensor.requires_grad and tensor.is_leaf else result
 
 
 def tensor_over(array: jax.Array) -> torch.Tensor:

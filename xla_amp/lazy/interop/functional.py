@@ -19,7 +19,7 @@ from xla_amp.backends import base, trees
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH
 from xla_amp.lazy.interop.arrays import to_jax
-from xla_amp.lazy.interop.functionalize import FunctionTrace, evaluate
+from xla_amp.lazy.interop.functionalize import FunctionTrace, evaluate, tracing
 from xla_amp.lazy.interop.torch_function import has_64_bits
 from xla_amp.lazy.programs.observed import Function
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -145,14 +145,14 @@ class _ModuleCall:
         )
 
     def _forward(self, params: Any, inputs: Any, buffers: Any, words: Any) -> Any:
-        with FunctionTrace() as trace, torch.no_grad():
+        with tracing() as trace, torch.no_grad():
             outputs, state = self._record(trace, params, inputs, buffers, grad=False)[:2]
             function = trace.whole([*outputs, *state])
         dtypes = self._placeholder_dtypes(params, buffers, inputs)
         return self._split_results(_run(function, [*params, *buffers, *inputs], words, dtypes), outputs)
 
     def _forward_and_saved(self, params: Any, inputs: Any, buffers: Any, words: Any) -> Any:
-        with FunctionTrace() as trace, torch.enable_grad():
+        with tracing() as trace, torch.enable_grad():
             outputs, state, sources = self._record(trace, params, inputs, buffers, grad=True)
             numbers = trace.numbers([*outputs, *state])
             trace.split()

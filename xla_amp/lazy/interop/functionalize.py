@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -61,7 +61,8 @@ def _vector(values: Sequence[jax.Array], dtype: Any) -> jax.Array:
     return jax.numpy.stack(values) if values else jax.lax.full((0,), 0, dtype)
 
 
-class FunctionTrace:
+@contextlib.contextmanager
+def tracing() -> Iterator[FunctionTrace]:
     """Context manager: operations inside are recorded and then dropped, unless `whole` or `halves` reads them.
 
     Earlier operations run first.  Tensors made inside must not be used outside.  Only one thread may record.
@@ -69,29 +70,27 @@ class FunctionTrace:
     Raises:
         EngineError: on a flush inside.
     """
+    with jax.ensure_compile_time_eval():  # earlier operations are not part of what JAX traces
+        execute.flush()
+    made, limit = FunctionTrace(), trace.limit
+    try:
+        with execute.flush_begins.subscribed(_refuse_flush), step_marker.paused(), made.locations:
+            trace.limit = sys.maxsize
+            yield made
+    finally:
+        made.drop(limit)
+
+
+class FunctionTrace:
+    """What was recorded inside `tracing`."""
 
     def __init__(self) -> None:
         self._buffers: list[Buffer] = []
         self._split: Position | None = None
-        self._locations = Locations()
-
-    def __enter__(self) -> FunctionTrace:
-        with jax.ensure_compile_time_eval():  # earlier operations are not part of what JAX traces
-            execute.flush()
         self._state = generator.state()
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._drop, trace.limit)
-            stack.enter_context(execute.flush_begins.subscribed(_refuse_flush))
-            stack.enter_context(step_marker.paused())
-            trace.limit = sys.maxsize
-            stack.enter_context(self._locations)
-            self._exit = stack.pop_all()
-        return self
+        self.locations = Locations()
 
-    def __exit__(self, *error: Any) -> None:
-        self._exit.__exit__(*error)
-
-    def _drop(self, limit: int) -> None:
+    def drop(self, limit: int) -> None:
         """Empties the trace."""
         with trace.lock:
             trace.limit = limit
@@ -128,7 +127,7 @@ class FunctionTrace:
 
     def whole(self, wanted: Sequence[torch.Tensor]) -> Function:
         """The trace as a function from the arguments to the values of `wanted`."""
-        places = self._locations.of(trace.code)
+        places = self.locations.of(trace.code)
         return _function([], trace.code, places, _numbers(wanted), BEGIN, Position.now(), self._buffers)
 
     def halves(self, results: Sequence[int], wanted: Sequence[torch.Tensor]) -> tuple[Function, Function]:
@@ -150,7 +149,7 @@ class FunctionTrace:
         read = [*second.earlier(), *(number for number in numbers if 0 <= number < at.values)]
         saved = {number: index for index, number in enumerate(dict.fromkeys(read))}
         specs = first.specs()
-        places = self._locations.of(first.code)
+        places = self.locations.of(first.code)
         arguments, others = self._buffers[: self._forward_arguments], self._buffers[self._forward_arguments :]
         forward = _function([], first.code, places, [*results, *saved], BEGIN, at, arguments)
 
@@ -158,7 +157,7 @@ class FunctionTrace:
             return saved[number] if number < at.values else number - at.values + len(saved)
 
         code = second.renumbered(renumbered)
-        places, wanted_numbers = self._locations.of(code, at.code), [renumbered(number) for number in numbers]
+        places, wanted_numbers = self.locations.of(code, at.code), [renumbered(number) for number in numbers]
         before = [Buffer(specs[number]) for number in saved]  # type: ignore[arg-type]
         return forward, _function(before, code, places, wanted_numbers, at, Position.now(), others)
 

@@ -90,33 +90,13 @@ def zeros(wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Ten
         return [wrap(jax.device_put(sources[struct], home, may_alias=False)) for struct in structs]
 
 
-# ---- memory of other devices of torch --------------------------------------------------------------------------------
-
-
-_SHARED = {"cpu": "cpu", "cuda": "gpu"}
-"""torch device type -> platform on which JAX can use its memory."""
-
-
-def shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of another torch device is in the memory of the lazy device."""
-    if mesh.active is not None or _SHARED.get(tensor.device.type) != pjrt.platform():
-        return False
-    return tensor.device.type == "cpu" or tensor.device.index == pjrt.jax_device().local_hardware_id
-
-
-def from_memory(tensor: torch.Tensor) -> jax.Array:
-    """The memory of a tensor for which `shares_memory` is true as an array, through DLPack.
-
-    XLA copies misaligned CPU memory.
-    """
-    source = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    with private_api.x64():
-        array: jax.Array = jax.dlpack.from_dlpack(source)
-        return array
-
-
 def copy_to_device(tensor: torch.Tensor, dtype: torch.dtype) -> jax.Array:
     """A copy of another torch device's tensor on the lazy device; from the same GPU without a copy to the host."""
-    if tensor.device.type != "cpu" and shares_memory(tensor):
-        return from_memory(tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format))
-    return upload(tensor.to("cpu", dtype))
+    if tensor.device.type != "cuda" or pjrt.platform() != "gpu" or mesh.active is not None:
+        return upload(tensor.to("cpu", dtype))
+    if tensor.device.index != pjrt.jax_device().local_hardware_id:
+        return upload(tensor.to("cpu", dtype))
+    copied = tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+    with private_api.x64():
+        array: jax.Array = jax.dlpack.from_dlpack(copied.resolve_conj().resolve_neg())
+        return array
