@@ -17,7 +17,6 @@ import xla_amp
 from xla_amp import policy, stablehlo
 from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.jax import autocast
-from xla_amp.policy import effects
 
 FRONTS = pytest.mark.parametrize("front", [in_jax, in_stablehlo])
 # Rules, and what the report says; empty where they act.
@@ -164,18 +163,3 @@ def test_strict_judges_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("XLA_AMP_RULES", "module:*.not_there_either=fp32")
     with pytest.raises(PolicyError, match="not_there_either"), xla_amp.autocast("cpu", strict=True):
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
-
-
-def test_a_rule_for_the_softmax_of_a_fused_attention_says_what_to_write(device: torch.device) -> None:
-    q = torch.ones(1, 1, 4, 8, device=device)
-    module = torch.nn.Module()
-    module.forward = lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q)  # type: ignore[assignment]
-    model = torch.nn.Sequential()
-    model.add_module(f"attention_{device.type}", module)
-    model.forward = lambda: module()  # type: ignore[assignment]
-    written = f"module:*attention_{device.type}.softmax"
-    instead = rf"write module:\*attention_{device.type}\.scaled_dot_product_attention = fp32"
-    with pytest.warns(RuleWarning, match=instead), xla_amp.autocast(device, rules={written: "fp32"}, policy="tpu"):
-        model()
-    with xla_amp.autocast(device, rules={written.replace("softmax", effects.FUSED): "fp32"}, policy="tpu", strict=True):
-        assert model().dtype is torch.float32

@@ -28,10 +28,6 @@ _FRONTS: Final[dict[Vocabulary, str]] = {"jaxpr": "JAX", "stablehlo": "StableHLO
 _FOR_THIS_CALL: Final[frozenset[Layer]] = frozenset({"override", "context"})
 """Layers that are written for the code that they are around; files and the environment are shared by programs."""
 
-FUSED: Final = "scaled_dot_product_attention"
-"""An operation of torch with another inside, which rules for that do not reach."""
-_INSIDE: Final = ("softmax.int", "softmax", "_softmax")
-
 _T = TypeVar("_T")
 
 
@@ -76,8 +72,8 @@ class Effects:
 
 _process = Effects()
 """By value: a policy may be resolved several times."""
-_decided: defaultdict[RuleLayer, set[str]] = defaultdict(set)
-"""Layer -> operations of torch that a policy with it has decided."""
+_decided: set[RuleLayer] = set()
+"""Layers of policies that have decided an operation of torch."""
 
 
 class _Thread(threading.local):
@@ -156,8 +152,7 @@ def _heard(decisions: list[events.DecisionRecord]) -> AbstractContextManager[Non
 def asked(policy: Policy, operation: str, path: str | None) -> None:
     """An operation of torch, in the module at `path`, is decided by `policy`."""
     _process.add(policy.reaching(operation, path))
-    for layer in policy.layers:
-        _decided[layer].add(operation)
+    _decided.update(policy.layers)
 
 
 def _patterns(layers: Iterable[RuleLayer]) -> Iterator[tuple[RuleLayer, Match]]:
@@ -232,15 +227,6 @@ def report(policy: Policy, effects: Effects, vocabulary: Vocabulary, *, strict: 
         _warn(_text([*without], f"the {_FRONTS[vocabulary]} program"))
 
 
-def _instead(pair: Match, layer: RuleLayer) -> str:
-    """What to write for an operation that ran inside `FUSED`."""
-    inner = next((name for name in _INSIDE if pair.pattern == name or pair.pattern.endswith(f".{name}")), "")
-    if not inner or FUSED not in _decided[layer]:
-        return ""
-    outer = pair.pattern.removesuffix(inner) + FUSED
-    return f"; it is a part of {FUSED}, which ran: write {outer} = {pair.rule.cast}"
-
-
 def report_unmatched(layer: RuleLayer, *, strict: bool, once: bool = False) -> None:
     """Reports the rules of a block that closes and have had no effect in this process.
 
@@ -259,7 +245,7 @@ def report_unmatched(layer: RuleLayer, *, strict: bool, once: bool = False) -> N
     found = [pair for pair in unused((layer,)) if not _process.uses[pair].judged]
     for pair in found if once else ():
         _process.uses[pair].judged = True
-    lines = [_line(pair, f"it has matched no operation{_instead(pair, layer)}") for pair in found]
+    lines = [_line(pair, "it has matched no operation") for pair in found]
     if lines and strict:
         raise PolicyError(_text(lines, "what ran under autocast"))
     if lines:

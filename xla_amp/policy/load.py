@@ -31,25 +31,8 @@ DEFAULT: Final = "default"
 _HEADER: Final = ("dtypes", "extends", "jax_low", "low", "name", "source", "summary")
 _OPTIONAL: Final = ("extends", "jax_low")
 _ROW: Final = ("cast", "note", "operations", "source", "why")
-_CAST_SPELLINGS: Final = {
-    "lower": "low",
-    "lower_precision_fp": "low",
-    "bf16": "low",
-    "bfloat16": "low",
-    "fp16": "low",
-    "float16": "low",
-    "float32": "fp32",
-    "f32": "fp32",
-    "fp32_set_opt_dtype": "fp32_out",
-    "fp32_append_dtype": "fp32_append",
-    "fp32_accumulate": "low_fp32_out",
-    "fp32_internal": "fp32_inside",
-    "float32_inside": "fp32_inside",
-    "widest": "promote",
-    "none": "keep",
-    "banned": "ban",
-}
-"""Common misspellings of a cast, for the hint in the error message."""
+_HALF: Final = ("bf16", "bfloat16", "float16", "fp16")
+"""dtypes that are written in place of the cast ``low``."""
 
 _NO_FLOAT8: Final = (
     "8-bit products left in 0.3.0, no machine has run them. Use qwix in JAX, torchao or TransformerEngine on CUDA"
@@ -280,10 +263,8 @@ def rule(where: str, operations: Iterable[str], cast: Any, *, why: str, source: 
     if cast in ("fp8", "float8", "float8_e4m3fn"):
         _fail(where, f"cast {cast!r} for {', '.join(operations)}: {_NO_FLOAT8}; here write 'low'")
     if cast not in CASTS:
-        close = _CAST_SPELLINGS.get(str(cast).lower()) or next(
-            iter(difflib.get_close_matches(str(cast), CASTS, n=1, cutoff=0.4)), None
-        )
-        hint = f"; did you mean {close!r}?" if close else "."
+        close = ["low"] if cast in _HALF else difflib.get_close_matches(str(cast), CASTS, n=1, cutoff=0.4)
+        hint = f"; did you mean {close[0]!r}?" if close else "."
         _fail(where, f"unknown cast {cast!r} for {', '.join(operations)}{hint} Casts: {', '.join(CASTS)}")
     return Rule(
         operations=tuple(module_patterns.spelled(op_catalog.canonical(name)) for name in operations),

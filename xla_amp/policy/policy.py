@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from xla_amp.common.types import Cast, Layer, LowDtype, OperationClass
+from xla_amp.common.types import Cast, Layer, LowDtype
 from xla_amp.errors import PolicyError
 from xla_amp.policy import module_patterns, op_catalog
 
@@ -41,12 +40,6 @@ class Rule:
     """Where documentation and registered kernel differ: what the documentation says and what the rule does."""
     origin: str = ""
     """File, line and row, variable, or call that holds the rule."""
-
-    @property
-    def operation_class(self) -> OperationClass | None:
-        """The class that all its operations share; None when they differ or are not catalogued."""
-        classes = {op_catalog.operation_class(operation) for operation in self.operations}
-        return classes.pop() if len(classes) == 1 else None
 
 
 def _rebuild(kind: type[Any], fields: dict[str, Any]) -> Any:
@@ -232,10 +225,9 @@ class Policy:
     by_module: bool = dataclasses.field(init=False, compare=False)
     """Whether a rule depends on the module; if none does, modules need not be followed."""
     _decisions: dict[Any, Decision] = dataclasses.field(init=False, compare=False)
-    _reach: dict[frozenset[str], Mapping[str, Cast]] = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        fields: dict[str, Any] = {"_decisions": {}, "_reach": {}}
+        fields: dict[str, Any] = {"_decisions": {}}
         fields["by_module"] = any(layer._module_patterns for layer in self.layers)
         fields["_hash"] = hash((self.name, self.low, self.jax_low, self.dtypes, self.layers))
         for name, value in fields.items():
@@ -326,13 +318,8 @@ class Policy:
 
     def casts(self) -> Mapping[str, Cast]:
         """Known operations with a rule other than ``keep``, by exact ATen name, and their casts outside modules."""
-        known = op_catalog.known_operations()
-        found = self._reach.get(known)
-        if found is None:
-            decided = {operation: self._decide(operation).cast for operation in sorted(self.ruled())}
-            found = MappingProxyType({operation: cast for operation, cast in decided.items() if cast != "keep"})
-            self._reach[known] = found
-        return found
+        decided = {operation: self._decide(operation).cast for operation in sorted(self.ruled())}
+        return {operation: cast for operation, cast in decided.items() if cast != "keep"}
 
     def operations(self) -> frozenset[str]:
         """Exact ATen names that have a rule other than ``keep``."""
