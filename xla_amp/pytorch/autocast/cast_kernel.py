@@ -91,6 +91,16 @@ def make(
             prepare = made[decision.cast] = casting.make(decision.cast, operands, device_type)
         return decision, prepare
 
+    def telling(
+        point: Any, decision: Decision, policy: Policy, path: str | None, args: Any, kwargs: Any, after: Any = None
+    ) -> Callable[[Any], Any]:
+        """`decision_events.telling` of a call; `after`: its operands after the cast, where the kernel has them."""
+        from xla_amp.pytorch.autocast import decision_events  # only reports load it
+
+        given = operands.all(args, kwargs)
+        used = decision_events.dtypes(after) if after else decision_events.after(decision.cast, given, device_type)
+        return decision_events.telling(point, decision, policy, given, used, path or module_paths.current())
+
     # The newest policy with its choices by module. Replaced as one tuple, because threads may be in regions of
     # different policies.
     chosen: tuple[Policy | None, dict[str | None, tuple[Decision, casting.Prepare | None]]] = (None, {})
@@ -110,14 +120,7 @@ def make(
         if prepare is None:
             point = events.decided if decision.rule is not None else events.undecided
             if point.listeners and not (composite and decision.rule is None):
-                tell = _decision_events()
-                given = operands.all(args, kwargs)
-                before, used = tell.dtypes(given), tell.after(decision.cast, given, device_type)
-                shapes = tell.shapes_of(given)
-                result = default(keyset, *args, **kwargs)
-                place = path or module_paths.current()
-                tell.emit(point, decision, policy, before, used, shapes, result, place)
-                return result
+                return telling(point, decision, policy, path, args, kwargs)(default(keyset, *args, **kwargs))
             return default(keyset, *args, **kwargs)
         enable(device_type, False)
         try:
@@ -125,35 +128,19 @@ def make(
                 result = layer(low(device_type), *args)
                 if result is not NotImplemented:
                     if events.decided.listeners:
-                        tell, given = _decision_events(), operands.all(args, kwargs)
-                        before, used = tell.dtypes(given), tell.after("low", given, device_type)
-                        shapes, place = tell.shapes_of(given), path or module_paths.current()
-                        tell.emit(events.decided, decision, policy, before, used, shapes, result, place)
+                        telling(events.decided, decision, policy, path, args, kwargs)(result)
                     return result
             target, arguments, keywords = prepare(args, kwargs)
             if not events.decided.listeners:
                 return target(*arguments, **keywords)
-            tell = _decision_events()
-            given = operands.all(args, kwargs)
-            before, shapes = tell.dtypes(given), tell.shapes_of(given)
-            used = tell.dtypes(operands.all(arguments, keywords))
-            if decision.cast == "fp32_inside":  # in the kernel
-                used = tell.after(decision.cast, given, device_type)
-            result = target(*arguments, **keywords)
-            place = path or module_paths.current()
-            tell.emit(events.decided, decision, policy, before, used, shapes, result, place)
-            return result
+            inside = decision.cast == "fp32_inside"  # cast in the kernel
+            after = None if inside else operands.all(arguments, keywords)
+            tell = telling(events.decided, decision, policy, path, args, kwargs, after)
+            return tell(target(*arguments, **keywords))
         finally:
             enable(device_type, True)
 
     return dynamo.skip(kernel)
-
-
-def _decision_events() -> Any:
-    """The module `decision_events`; only reports load it."""
-    from xla_amp.pytorch.autocast import decision_events
-
-    return decision_events
 
 
 def _default_kernel(

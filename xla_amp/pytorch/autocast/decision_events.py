@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,40 +13,50 @@ from xla_amp.policy import Decision, Policy
 from xla_amp.pytorch.autocast import casting
 
 
-def emit(
+def telling(
     point: events.Point[[events.DecisionRecord], None],
     decision: Decision,
     rules: Policy,
-    given: Sequence[str],
+    given: Sequence[torch.Tensor],
     used: Sequence[str],
-    shapes: tuple[tuple[int, ...], ...],
-    result: Any,
     module: str | None,
-) -> None:
-    """Sends the event of one operation to the listeners of `point`."""
+) -> Callable[[Any], Any]:
+    """Notes the operands of one operation before it runs.
+
+    Returns:
+        A function of the operation's result, which sends the event to the listeners of `point` and returns the result.
+    """
     rule = decision.rule
-    results = [value for value in (result if isinstance(result, list | tuple) else (result,)) if _is_tensor(value)]
-    result_shapes = shapes_of(results)
-    point(
-        events.DecisionRecord(
-            operation=decision.operation,
-            cast=decision.cast,
-            layer=decision.layer,
-            policy=rules.name,
-            front="pytorch",
-            given=tuple(given),
-            used=tuple(used),
-            why=rule.why if rule else "",
-            source=rule.source if rule else "",
-            origin=rule.origin if rule else "",
-            result=dtypes(results),
-            location=events.user_location(),
-            module=module or "",
-            shapes=shapes,
-            result_shapes=result_shapes,
-            flops=costs.flops(decision.operation, shapes, result_shapes),
+    before, shapes = dtypes(given), shapes_of(given)
+
+    def tell(result: Any) -> Any:
+        results = [
+            x for x in (result if isinstance(result, list | tuple) else (result,)) if isinstance(x, torch.Tensor)
+        ]
+        result_shapes = shapes_of(results)
+        point(
+            events.DecisionRecord(
+                operation=decision.operation,
+                cast=decision.cast,
+                layer=decision.layer,
+                policy=rules.name,
+                front="pytorch",
+                given=before,
+                used=tuple(used),
+                why=rule.why if rule else "",
+                source=rule.source if rule else "",
+                origin=rule.origin if rule else "",
+                result=dtypes(results),
+                location=events.user_location(),
+                module=module or "",
+                shapes=shapes,
+                result_shapes=result_shapes,
+                flops=costs.flops(decision.operation, shapes, result_shapes),
+            )
         )
-    )
+        return result
+
+    return tell
 
 
 def dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
@@ -60,10 +70,6 @@ def shapes_of(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
         () if tensor.is_nested else tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
         for tensor in tensors
     )
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def after(cast: Cast, tensors: Sequence[torch.Tensor], device_type: str) -> tuple[str, ...]:
