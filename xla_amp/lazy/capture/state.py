@@ -30,7 +30,10 @@ _SILENT: Final = _OF_EVERY_MODULE - {"training"} | {"_until_check"}
 
 _FUSED: Final = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that, with ``fused=True``, give their options to one operation as they are."""
-_TABLES: Final = ("_parameters", "_buffers", "_modules")
+_TABLES: Final = [
+    name for name, table in vars(torch.nn.Module()).items() if isinstance(table, dict) and "hook" not in name
+]
+"""Those of parameters, buffers and modules; the others have hooks."""
 
 
 class Option(NamedTuple):
