@@ -10,9 +10,13 @@ a lock, print, and can abort.  They are the extra `targets`.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import multiprocessing
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
@@ -22,7 +26,7 @@ import hlo_text
 import jax
 import numpy as np
 
-from xla_amp.stablehlo import guard, guard_worker
+from xla_amp.errors import ModuleError
 
 _TPUS: Final[Mapping[str, Mapping[int, str]]] = {
     "v5e": {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"},
@@ -59,21 +63,42 @@ class Compiled:
 class Compilers:
     """Keeps the compilers running until the end of the ``with`` block."""
 
-    def __init__(self) -> None:
-        self._worker = guard.Worker("targets", {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"})
-
     def compile(self, module: str, target: str, options: Mapping[str, str] | None = None) -> Compiled:
         """MLIR text as XLA compiles it for one of `NAMES`, with XLA's options by name on top of its defaults."""
-        question = {"target": target, "options": dict(options or {})}
-        reply = self._worker.ask(question, module.encode(), failed=f"compiling for {target}", limit=False)
-        del reply["data"]
+        self._wire.send((module.encode(), target, dict(options or {})))
+        try:
+            reply = self._wire.recv()
+        except EOFError:
+            raise ModuleError(f"compiling for {target} ended the compiler, status {self._process.wait()}") from None
+        if isinstance(reply, str):
+            raise ModuleError(f"compiling for {target} failed: {reply}")
         return Compiled(**reply)
 
     def __enter__(self) -> Compilers:
+        self._wire, other = multiprocessing.Pipe()
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "targets", str(other.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
+            )
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._worker.close()
+        self._wire.close()  # the end of its questions
+        self._process.wait()
+
+
+_ENVIRONMENT: Final = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "",  # those of this process are not for the compilers
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+}
 
 
 def compile_for(module: str, target: str, options: Mapping[str, str] | None = None) -> Compiled:
@@ -102,7 +127,18 @@ def available(target: str) -> bool:
     return any(importlib.util.find_spec(f"jax_plugins.{name}") for name in plugins)
 
 
-def _answer(question: Mapping[str, Any], module: bytes) -> dict[str, Any]:
+def _serve(wire: Connection) -> None:
+    """The worker: fields of `Compiled`, or what went wrong, for each question until the last."""
+    with contextlib.suppress(EOFError):
+        while True:
+            question = wire.recv()
+            try:
+                wire.send(_answer(*question))
+            except Exception as error:  # jaxlib raises errors of several classes
+                wire.send(f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _answer(module: bytes, target: str, given: Mapping[str, str]) -> dict[str, Any]:
     """In the worker; the fields of `Compiled`."""
     from jax.experimental import topologies
     from jax.extend import backend
@@ -112,12 +148,12 @@ def _answer(question: Mapping[str, Any], module: bytes) -> dict[str, Any]:
 
     if b"mosaic_gpu" in module:
         importlib.import_module("jax.experimental.mosaic.gpu")  # tells XLA where the library of such kernels is
-    target, client = question["target"], backend.get_backend("cpu")
+    client = backend.get_backend("cpu")
     with mlir.make_ir_context():
         parsed = ir.Module.parse(module)
         count = parsed.operation.attributes["mhlo.num_partitions"].value if b"mhlo.num_partitions" in module else 1
         options = backend.get_compile_options(1, count, detailed_logging=False)
-        options.env_option_overrides = list(question["options"].items())
+        options.env_option_overrides = list(given.items())
         if target in _TPUS:
             single = {"chips_per_host_bounds": [1, 1, 1]} if count == 1 else {}
             absent = topologies.get_topology_desc(f"{target}:{_TPUS[target][count]}", "tpu", **single).devices
@@ -154,4 +190,4 @@ def _described(target: str) -> str:
 
 
 if __name__ == "__main__":
-    guard_worker.serve(Connection(int(sys.argv[1])), _answer)
+    _serve(Connection(int(sys.argv[1])))

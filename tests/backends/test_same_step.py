@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 
 import forked
 import pytest
 from source_tree import ROOT
-
-from xla_amp.common import config
 
 FOLDER = ROOT / "tests" / "torch_xla_engine"
 
@@ -16,7 +15,7 @@ FOLDER = ROOT / "tests" / "torch_xla_engine"
 @pytest.mark.full
 def test_the_stored_step_is_the_lazy_devices():
     stored = json.loads((FOLDER / "same_step.json").read_text())
-    environment = config.child_environment({"XLA_AMP_ENGINE": "jax", "OMP_NUM_THREADS": "1"})
+    environment = os.environ | {"XLA_AMP_ENGINE": "jax", "OMP_NUM_THREADS": "1"}
     done = forked.run(FOLDER / "same_step.py", environment=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

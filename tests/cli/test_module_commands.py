@@ -14,7 +14,6 @@ import pytest
 from jax import export
 
 from xla_amp.stablehlo import io, ir
-from xla_amp.stablehlo.guard import guard
 from xla_amp.tools.inspect import inspection
 
 X, W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
@@ -186,7 +185,6 @@ def test_programs_that_call_lapack_are_compared(run, folder, name):
         "svd": lambda x: jnp.linalg.svd(x, compute_uv=False),
         "solve": lambda x: jnp.linalg.solve(x, x[0]),
     }
-    guard.close()  # what one program starts would serve the next
     (folder / "lapack.mlir").write_text(jax.jit(functions[name]).lower(jnp.eye(6)).as_text())
     assert run("compare", "lapack.mlir", "lapack.mlir", "-q") == (0, "", "")
 

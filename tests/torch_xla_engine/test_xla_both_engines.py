@@ -7,6 +7,7 @@ tests/backends/test_same_step.py holds against what the lazy device does.  examp
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -14,8 +15,6 @@ import pytest
 import same_step
 from same_step import POLICIES, STORED
 from source_tree import ROOT
-
-from xla_amp.common import config
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def test_the_same_step(stored, precision):
 
 def test_the_example():
     """Its own counts; those of torch_xla for such steps are in test_xla_scaling.py."""
-    environment = config.child_environment({"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"})
+    environment = os.environ | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
     flags = ["--json", "--epochs=2", "--precision=fp16", "--policy=gpu", "--optimizer=adam"]
     command = [sys.executable, ROOT / "examples" / "mnist.py", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)

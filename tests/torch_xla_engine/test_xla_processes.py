@@ -7,6 +7,7 @@ as a program, and what runs here are groups of one.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +18,11 @@ from torch import nn
 
 from xla_amp import xla_model
 from xla_amp.backends import base
-from xla_amp.common import config
 
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, str]:
-    environment = config.child_environment({"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"})
+    environment = os.environ | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", Path(__file__).with_name("two_processes.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr

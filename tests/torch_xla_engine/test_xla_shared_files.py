@@ -7,6 +7,7 @@ tests begin with two equal models.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -15,8 +16,6 @@ from types import MappingProxyType
 
 import pytest
 from source_tree import ROOT
-
-from xla_amp.common import config
 
 ON_DEVICE = "test_torchs_own_optimizers_step_on_the_device has it"
 FILES: Mapping[str, tuple[int, Mapping[str, str]]] = MappingProxyType(
@@ -45,9 +44,12 @@ FILES: Mapping[str, tuple[int, Mapping[str, str]]] = MappingProxyType(
 @pytest.mark.parametrize("file", list(FILES))
 def test_on_torch_xla(file):
     at_least, left_out = FILES[file]
-    environment = config.child_environment(
-        {"XLA_AMP_ENGINE": "torch_xla", "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "XLA_ENABLE_PARAM_ALIASING": "0"}
-    )
+    environment = os.environ | {
+        "XLA_AMP_ENGINE": "torch_xla",
+        "PJRT_DEVICE": "CPU",
+        "OMP_NUM_THREADS": "1",
+        "XLA_ENABLE_PARAM_ALIASING": "0",
+    }
     path = f"tests/pytorch/{file}"
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-k", "not cpu and not native", path]
     command += [f"--deselect={path}::{name}" for name in left_out]

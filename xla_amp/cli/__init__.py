@@ -44,7 +44,7 @@ _LONGEST: Final = 1000
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     top = argparse.ArgumentParser(prog="xla-amp", description="Automatic mixed precision for XLA.")
-    top.set_defaults(on_cpu=False, quiet=False, output=None, timeout=None)
+    top.set_defaults(on_cpu=False, quiet=False, output=None)
     common.epilog(
         top,
         {
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     silent = arguments.quiet or not arguments.on_cpu
     show = contextlib.nullcontext() if silent else progress.shown(f"xla-amp {arguments.command}")
     try:
-        with show, common.limited(arguments):
+        with show:
             if arguments.on_cpu:
                 native.start()
             answer: tuple[str, int] = arguments.run(arguments)

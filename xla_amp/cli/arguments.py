@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,10 +16,6 @@ from xla_amp.errors import FileError
 if TYPE_CHECKING:
     from xla_amp.stablehlo.program import Program
 
-TIMED_OUT: Final = 124
-"""Exit status of a command that ran longer than ``--timeout``, as of coreutils' ``timeout``."""
-_LIMIT: Final = 3600
-"""Seconds that a command may run by default."""
 STANDARD: Final = Path("-")
 """Standard input, or standard output."""
 
@@ -106,44 +101,6 @@ _STATUSES: Final = {
     130: "interrupted",
 }
 """Exit statuses of every command."""
-
-
-def timeout(parser: argparse.ArgumentParser) -> None:
-    """``--timeout``, of a command that runs programs; `limited` acts on it."""
-    parser.add_argument(
-        "--timeout",
-        type=positive,
-        default=_LIMIT,
-        metavar="SECONDS",
-        help=f"end with status {TIMED_OUT} after so long: a program may hold an endless loop (default {_LIMIT})",
-    )
-
-
-@contextlib.contextmanager
-def limited(arguments: argparse.Namespace) -> Iterator[None]:
-    """Inside, this process and the one that runs programs end after ``--timeout``."""
-
-    def end() -> None:
-        from xla_amp.stablehlo.guard import guard
-
-        sys.stderr.write(
-            f"xla-amp: {arguments.command} has not ended within {arguments.timeout:g} s; a program may hold an endless "
-            "loop. --timeout SECONDS allows more\n"
-        )
-        sys.stderr.flush()
-        guard.kill()
-        os._exit(TIMED_OUT)
-
-    if arguments.timeout is None:
-        yield
-        return
-    timer = threading.Timer(arguments.timeout, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def check_written(output: Path, read: Sequence[Path]) -> None:

@@ -25,7 +25,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"largest accepted relative error of a result of B (default {TOLERANCE})",
     )
     common.function(parser)
-    common.timeout(parser)
     common.json_instead(parser)
     common.epilog(
         parser,

@@ -52,7 +52,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _policy_options(parser)
     _sample_options(parser)
     common.function(parser)
-    common.timeout(parser)
     common.json_instead(parser)
     common.epilog(
         parser,

@@ -13,7 +13,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``inspect``."""
     common.program(parser, "file", "FILE")
     common.function(parser)
-    common.timeout(parser)
     common.json_instead(parser)
     common.epilog(
         parser,

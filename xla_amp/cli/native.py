@@ -23,7 +23,6 @@ def start() -> None:
         return
     config.place_command()
     sys.stderr.flush()
-    # What Python prints appears at once: a command may end here, at its --timeout.
     with tempfile.TemporaryFile() as printed, os.fdopen(os.dup(2), "w") as kept, contextlib.redirect_stderr(kept):
         os.dup2(printed.fileno(), 2)
         try:

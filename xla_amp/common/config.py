@@ -9,7 +9,7 @@ a process of the command line.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
@@ -340,11 +340,6 @@ def place_in_group(rank: int, world_size: int) -> None:
 def place_command() -> None:
     """Keeps JAX to the CPU in a process of ``xla-amp`` that runs programs; a variable that is set stays."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-
-def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """A copy of this process's environment with `changes`, for a child process."""
-    return {**os.environ, **changes}
 
 
 def legacy_dtype_flags() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Compile and run modules with XLA, here (`compile_module`, `execute`) or in the guard process (`run`).
+"""Compile and run modules with XLA.
 
 Private APIs of jax and jaxlib, and differences between their versions, are confined to this file and `ir`.
 """
@@ -6,16 +6,14 @@ Private APIs of jax and jaxlib, and differences between their versions, are conf
 from __future__ import annotations
 
 import functools
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import constants, ir, surgery
-from xla_amp.stablehlo.guard import guard
 
 
 def runnable(module: ir.MlirModule) -> ir.MlirModule:
@@ -154,52 +152,24 @@ def execute(executable: Any, arguments: Sequence[Any], device: Any = None) -> li
 def run(
     module: ir.MlirModule, arguments: Sequence[np.ndarray[Any, Any]], options: Mapping[str, bool | int] | None = None
 ) -> list[np.ndarray[Any, Any]]:
-    """Runs a module of fixed shapes on the CPU, in the guard process: what ends XLA is an error here.
-
-    The process keeps the last programs, so further arguments compile nothing.
+    """Runs a module of fixed shapes on the CPU; the last programs are kept, so further arguments compile nothing.
 
     `options` are XLA's, by name, on top of its defaults.
 
     Raises:
-        ModuleError: XLA cannot compile or run it, or ends; it has a custom call that only another process can run.
+        ModuleError: XLA cannot compile or run it; it has a custom call that only another process can run.
     """
+    import jax
+
     for operation in ir.operations(module.operation):
         target = ir.attribute(operation, "call_target_name")
         if target is not None and _CALLBACK.search(target.value):
             raise ModuleError(_NO_CODE.format(target.value, "it calls Python of the process that made the program"))
-    code = ir.bytecode(runnable(module))
-    question = {"code": len(code), "shapes": [array.shape for array in arguments], "options": dict(options or {})}
-    data = b"".join([code, *(np.ascontiguousarray(array).tobytes() for array in arguments)])
-    reply = guard.ask(question, data, failed="running the program: XLA", limit=False)
-    dtypes = [ir.numpy_dtype(kind.element) for kind in ir.signature(module).outputs if kind is not None]
-    return _split(reply["data"], zip(dtypes, reply["shapes"], strict=True))
-
-
-def answer(question: Mapping[str, Any], data: bytes) -> dict[str, Any]:
-    """The guard process's reply to `run`."""
-    import jax
-
-    device = devices("cpu")[0]
-    executable, dtypes = _loaded(data[: question["code"]], tuple(question["options"].items()))
-    arguments = _split(data[question["code"] :], zip(dtypes, question["shapes"], strict=True))
+    executable = _compiled(ir.bytecode(module), tuple((options or {}).items()))
     with jax.enable_x64(True):  # otherwise JAX converts 64-bit arguments to 32-bit
-        results = execute(executable, arguments, device)
-    made = b"".join(np.ascontiguousarray(result).tobytes() for result in results)
-    return {"shapes": [result.shape for result in results], "data": made}
+        return execute(executable, arguments, devices("cpu")[0])
 
 
 @functools.lru_cache(maxsize=4)
-def _loaded(code: bytes, options: tuple[tuple[str, bool | int], ...]) -> tuple[Any, list[np.dtype[Any]]]:
-    module = ir.parse(code)
-    dtypes = [ir.numpy_dtype(kind.element) for kind in ir.signature(module).inputs if kind is not None]
-    return compile_module(module, devices("cpu")[0], dict(options)), dtypes
-
-
-def _split(data: bytes, kinds: Iterable[tuple[np.dtype[Any], Sequence[int]]]) -> list[np.ndarray[Any, Any]]:
-    """Arrays that follow each other in `data`."""
-    found, start = [], 0
-    for dtype, shape in kinds:
-        count = math.prod(shape)
-        found.append(np.frombuffer(data, dtype, count, start).reshape(shape))
-        start += count * dtype.itemsize
-    return found
+def _compiled(code: bytes, options: tuple[tuple[str, bool | int], ...]) -> Any:
+    return compile_module(ir.parse(code), devices("cpu")[0], dict(options))

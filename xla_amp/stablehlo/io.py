@@ -1,9 +1,4 @@
-"""Load and save StableHLO programs safely.
-
-Damaged bytecode can abort MLIR's parsers or make them loop forever, so another process parses every program first
-(`xla_amp.stablehlo.guard`).
-A file is written completely or not at all.
-"""
+"""Load and save StableHLO programs; a file is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +12,6 @@ from typing import Final
 from xla_amp.common import arguments
 from xla_amp.errors import FileError, ModuleError
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.guard import guard
 from xla_amp.stablehlo.program import FORMATS, Format, Program, dump, parse
 
 _SUFFIXES: Final = MappingProxyType(
@@ -79,7 +73,6 @@ def read(data: bytes, name: str = "module", *, function: str | None = None) -> P
     """
     if not data.strip():
         raise ModuleError(f"{name}: empty; expected a StableHLO module")
-    guard.ask({"name": name, "function": function}, data, failed=f"{name}: damaged: MLIR's parser")
     return parse(data, name, function)
 
 

@@ -80,7 +80,7 @@ def parse(source: str | bytes, name: str = "module") -> MlirModule:
                 module = dialect().deserialize_portable_artifact(context, source)
             else:
                 module = ir.Module.parse(source, context)
-        except (ir.MLIRError, ValueError) as error:
+        except (ir.MLIRError, ValueError, MemoryError) as error:
             raise ModuleError(f"{name}: not a StableHLO module: {_first_line(error, problems)}") from None
     if _ELIDED in (source.encode() if isinstance(source, str) else source):
         raise ModuleError(

@@ -1,8 +1,7 @@
 """A StableHLO program in memory: parse it from bytes and serialize it, in every format.
 
 The formats are MLIR text, MLIR bytecode, portable artifacts and ``jax.export`` blobs; HLO, XLA's format of a program,
-can be read.  The content of the bytes decides the format.  MLIR's parsers can abort the process on damaged bytecode;
-`xla_amp.stablehlo.io` guards against that.
+can be read.  The content of the bytes decides the format.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import hlo, ir
-from xla_amp.stablehlo.guard import guard
 
 Format: TypeAlias = Literal["text", "bytecode", "artifact", "export"]
 """``text``      MLIR assembly
@@ -69,7 +67,7 @@ def detect(data: bytes) -> Format:
 
 
 def parse(data: bytes, name: str, function: str | None = None) -> Program:
-    """The program in bytes of any `Format`.  Damaged bytes can abort the process; `xla_amp.stablehlo.io.read` is safe.
+    """The program in bytes of any `Format`; damaged bytecode can abort the process, as it aborts MLIR's own tools.
 
     `function`: name of the public function to run, for a module that has several, or one that is not to be ``main``.
 
@@ -112,18 +110,8 @@ def dump(program: Program, format: Format) -> bytes:
     if format == "bytecode":
         return ir.bytecode(module)
     if format == "artifact":
-        return artifact(module)
+        return ir.artifact(module)
     return bytes(program.exported.serialize(vjp_order=int(program.has_vjp)))
-
-
-def artifact(module: ir.MlirModule, version: str | None = None) -> bytes:
-    """`ir.artifact`, by a process that may end.
-
-    Raises:
-        ModuleError: an operation or type has no portable form.
-    """
-    reply = guard.ask({"artifact": version}, ir.bytecode(module), failed="no portable artifact: its writer")
-    return bytes(reply["data"])
 
 
 def _deserialized(data: bytes, name: str) -> Any:
@@ -169,7 +157,7 @@ def _replaced(exported: Any, module: ir.MlirModule, *, keep_vjp: bool = False) -
         exported = export.deserialize(bytearray(exported.serialize(vjp_order=0)))
     return dataclasses.replace(
         exported,
-        mlir_module_serialized=exported.mlir_module_serialized if keep_vjp else artifact(module),
+        mlir_module_serialized=exported.mlir_module_serialized if keep_vjp else ir.artifact(module),
         in_avals=tuple(inputs),
         out_avals=tuple(outputs),
     )

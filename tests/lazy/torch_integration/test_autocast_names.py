@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import forked
@@ -11,7 +12,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import xla_amp
-from xla_amp.common import config
 from xla_amp.lazy.torch_integration import autocast_names
 
 LOW, FULL = torch.bfloat16, torch.float32
@@ -111,7 +111,7 @@ print(torch.is_autocast_enabled("xla"), torch.is_autocast_enabled("jax"))
 @pytest.mark.parametrize("installed", [False, True])
 def test_with_and_without_torch_xla(tmp_path, installed):
     """`installed`: a torch_xla that can be imported, with the lazy device chosen."""
-    environment = config.child_environment({"JAX_PLATFORMS": "cpu", "XLA_AMP_ENGINE": "jax"})
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_AMP_ENGINE": "jax"}
     program = PROGRAM
     if installed:
         (tmp_path / "torch_xla.py").write_text("")

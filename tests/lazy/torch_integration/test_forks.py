@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import forked
 import pytest
-
-from xla_amp.common import config
 
 PROGRAM = """
 import os, sys, time, warnings
@@ -112,7 +111,7 @@ print("all well")
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
 def test_forked_children() -> None:
-    environment = config.child_environment({"JAX_PLATFORMS": "cpu"})
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     run = forked.run(program=PROGRAM, environment=environment, whole_end=True)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "all well" in run.stdout

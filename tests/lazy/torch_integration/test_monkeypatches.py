@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import forked
 import torch
 from source_tree import ROOT
 
-from xla_amp.common import config
 from xla_amp.lazy.torch_integration import monkeypatches
 
 # Compared by identity: module-level functions and classes of torch, members of its classes, entries of registries.
@@ -64,7 +64,7 @@ print(json.dumps(sorted(
 def changed(statement: str) -> set[str]:
     """The attributes of torch that `statement` replaces or adds in a process that has started no device."""
     # Without autoload: `import torch` would register the checkpoint loader before the first snapshot.
-    environment = config.child_environment({"JAX_PLATFORMS": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     run = forked.run(program=PROGRAM.replace("CHANGE", statement), environment=environment)
     assert run.returncode == 0, run.stderr
     return set(json.loads(run.stdout.splitlines()[-1]))

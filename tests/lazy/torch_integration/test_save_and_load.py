@@ -22,7 +22,6 @@ from source_tree import ROOT
 from torch import nn
 
 from xla_amp import checkpoint, xla_model
-from xla_amp.common import config
 from xla_amp.errors import DeviceError
 
 State = dict[str, torch.Tensor]
@@ -295,7 +294,7 @@ def entry_points(folder: Path) -> Path:
 def run(program: str, folder: Path, autoload: str = "1") -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(map(str, (entry_points(folder), ROOT)))
     variables = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
-    environment = config.child_environment(variables)
+    environment = os.environ | variables
     command = [sys.executable, "-W", "error", "-c", program]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import xla_amp
-from xla_amp.common import config, interrupts
+from xla_amp.common import interrupts
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute
 
@@ -274,7 +275,7 @@ def test_interrupts_at_random_moments(device, phase):
 
 @pytest.mark.parametrize("case", CASES)
 def test_in_a_program(case):
-    environment = config.child_environment({"JAX_PLATFORMS": "cpu"})
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     run = forked.run(program=PROGRAM + CASES[case], environment=environment, whole_end=True)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "stopped" in run.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from xla_amp import torch_xla as xr
 from xla_amp import torch_xla as xs
 from xla_amp import torch_xla as xu
 from xla_amp import xla_model as xm
-from xla_amp.common import config, torch_xla_names
+from xla_amp.common import torch_xla_names
 
 
 @pytest.fixture
@@ -153,9 +154,7 @@ if __name__ == "__main__":
 
 @pytest.mark.full
 def test_spmd():
-    environment = config.child_environment(
-        {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     run = forked.run(program=SPMD, environment=environment)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split(maxsplit=1) == ["128.0", "{'data': 2, 'model': 2}\n"]
@@ -173,7 +172,7 @@ def test_launch_in_this_process():
 def test_launch(tmp_path, count):
     (tmp_path / "program.py").write_text(LAUNCH)
     flags = f"--xla_force_host_platform_device_count={count}"
-    environment = config.child_environment({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags})
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     done = forked.run(tmp_path / "program.py", environment=environment, copies=True)
     assert done.returncode == 0, done.stderr
     expected = [f"{rank} {rank} {count} hello" for rank in range(count)]
@@ -204,7 +203,7 @@ with torch.autocast("jax"):
 @pytest.mark.full
 def test_importing_the_device_registers_its_name():
     """torch_xla's switch of dtypes, which acts there without a region, is warned of."""
-    environment = config.child_environment({"JAX_PLATFORMS": "cpu", "XLA_USE_BF16": "1"})
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_USE_BF16": "1"}
     done = subprocess.run([sys.executable, "-c", DEVICE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "2.0", "jax", "True", "torch.bfloat16"]

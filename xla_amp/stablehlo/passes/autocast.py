@@ -24,7 +24,7 @@ from xla_amp.stablehlo.passes.op_table import Classifier
 from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.stablehlo.passes.report import Achieved, ConversionReport, decisions, emit_events
 from xla_amp.stablehlo.passes.rewriter import Rewriter, fold_casts
-from xla_amp.stablehlo.program import Program, artifact
+from xla_amp.stablehlo.program import Program
 
 _ELEMENTS: Final[Mapping[LowDtype, str]] = {"bfloat16": "bf16", "float16": "f16"}
 
@@ -54,7 +54,7 @@ class Converted:
 
     def artifact(self, version: str | None = None) -> bytes:
         """Portable artifact, for the current and later versions of StableHLO, or for `version` and later."""
-        return artifact(self.module, version)
+        return ir.artifact(self.module, version)
 
 
 def autocast(

@@ -168,7 +168,7 @@ def compare(a: Any, b: Any, inputs: Sequence[Any] | None = None, *, seed: int = 
 
 
 class Runs:
-    """Runs a module on the CPU in the guard process.
+    """Runs a module on the CPU.
 
     Raises:
         ModuleError: the module cannot be run on one device, or the inputs of a call do not fit.
