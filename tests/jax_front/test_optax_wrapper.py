@@ -12,7 +12,6 @@ import optax
 import pytest
 import targets
 
-from xla_amp.errors import PolicyError
 from xla_amp.jax.loss_scale import LossScale, value_and_grad
 from xla_amp.jax.optax_wrapper import skip_nonfinite
 
@@ -111,7 +110,7 @@ WRAPPED = {
     name: skip_nonfinite(make(), loss_scale=LossScale.dynamic())
     for name, make in OPTIMIZERS.items()
     if name not in OWN_CONDITIONALS
-} | {name: skip_nonfinite(make(), conditionals="select") for name, make in OWN_CONDITIONALS.items()}
+}
 
 
 @pytest.fixture(scope="module")
@@ -142,27 +141,6 @@ def test_conditionals_of_the_wrapped_optimizer_are_kept(name):
         steps, arguments = program({"it": optimizer})
         counts.append(str(jax.make_jaxpr(steps)(*arguments)).count(" cond["))
     assert counts[0] == counts[1] > 0
-
-
-@pytest.mark.parametrize("name", OWN_CONDITIONALS)
-def test_selected_branches_equal_conditionals(name):
-    results = []
-    for conditionals in ("keep", "select"):
-        optimizer = skip_nonfinite(OWN_CONDITIONALS[name](), conditionals=conditionals)
-        params, step = parameters(), jax.jit(stepper(optimizer))
-        state = optimizer.init(params)
-        for number, poison in enumerate([0.0, 0.0, np.nan, 0.0, 0.0]):
-            params, state = step(params, state, gradients(number, poison))
-        results.append((params, state))
-    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
-    for kept, selected in zip(*map(jax.tree.leaves, results), strict=True):
-        assert kept.dtype == selected.dtype
-        np.testing.assert_allclose(kept, selected, rtol=1e-5, atol=1e-6)
-
-
-def test_another_value_for_conditionals_is_rejected():
-    with pytest.raises(PolicyError, match=r"conditionals='drop'.*'keep' or 'select'"):
-        skip_nonfinite(optax.sgd(0.1), conditionals="drop")
 
 
 def test_a_number_is_no_loss_scale():

@@ -1,4 +1,4 @@
-"""Programs as other frameworks write them: complex and resource constants, quantized types, composites, HLO, several
+"""Programs as other frameworks write them: complex and resource constants, quantized types, composites, several
 functions, symbolic shapes.
 """
 
@@ -15,7 +15,7 @@ import pytest
 from jax import export
 
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import autocast, compare, hlo, inspect, io, ir
+from xla_amp.stablehlo import autocast, compare, inspect, io, ir
 from xla_amp.stablehlo.program import dump
 
 RNG = np.random.default_rng(0)
@@ -193,64 +193,6 @@ def test_samples_that_do_not_determine_the_shapes_of_a_symbolic_program(symbolic
     huge = [np.full(shape, 1e30, np.float32) for shape in ((2, 8), (8, 8), (1, 8))]
     with pytest.raises(ModuleError, match="the samples' shapes do not determine the program's: "):
         compare(symbolic, symbolic, huge)
-
-
-# HLO.
-
-
-@pytest.fixture(scope="module")
-def lowered():
-    return jax.jit(lambda x, w: jnp.tanh(x @ w) @ w).lower(X, W)
-
-
-def proto_of(lowered) -> bytes:
-    from jaxlib import _hlo
-
-    return bytes(_hlo.hlo_module_from_text(lowered.as_text(dialect="hlo")).as_serialized_hlo_module_proto())
-
-
-def wrapped(proto: bytes) -> bytes:
-    """An ``HloProto`` around a module."""
-    size, head = len(proto), b"\n"
-    while size > 127:
-        head, size = head + bytes([size & 127 | 128]), size >> 7
-    return head + bytes([size]) + proto
-
-
-@pytest.mark.parametrize("form", ["HLO text", "HLO proto", "HLO proto of a dump"])
-def test_hlo_is_converted(lowered, form, tmp_path):
-    data = {
-        "HLO text": lambda: lowered.as_text(dialect="hlo").encode(),
-        "HLO proto": lambda: proto_of(lowered),
-        "HLO proto of a dump": lambda: wrapped(proto_of(lowered)),
-    }[form]()
-    folder = tmp_path / "dump"
-    folder.mkdir()
-    (folder / "module_0001.jit_f.before_optimizations.txt").write_bytes(data)
-    (folder / "module_0001.jit_f.cpu_after_optimizations.txt").write_bytes(b"HloModule")
-    program = io.load(folder)
-    assert (program.source, program.format) == (form[:9], "text")
-    converted = autocast(program)
-    assert sorted(low_products(converted)) == [("bf16", "bf16"), ("bf16", "f32")]
-    assert compare(lowered, converted, [X, W]).agrees()
-    (folder / "module_0002.jit_g.before_optimizations.txt").write_bytes(data)
-    with pytest.raises(ModuleError, match=r"a folder with 2 programs; name one of them: module_0001\.jit_f"):
-        io.load(folder)
-
-
-def test_what_is_no_stablehlo_says_which_form_to_give(lowered):
-    optimized = lowered.compile().as_text().encode()
-    with pytest.raises(ModuleError, match=r"StableHLO has no mhlo\.fusion.*; give the program before optimizations"):
-        io.read(optimized)
-    with pytest.raises(ModuleError, match="HLO proto that jaxlib cannot convert"):
-        io.read(proto_of(lowered)[:400])
-    with pytest.raises(ModuleError, match="HLO text that jaxlib cannot convert"):
-        io.read(b"HloModule m\nENTRY")
-
-
-@pytest.mark.parametrize("data", [b"\nmodule {}", b"", b"\n\n", b"ML\xefR\n\x01"])
-def test_what_is_no_hlo(data):
-    assert hlo.format_of(data) is None
 
 
 # Errors.

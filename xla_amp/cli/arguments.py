@@ -22,10 +22,7 @@ STANDARD: Final = Path("-")
 
 def program(parser: argparse.ArgumentParser, name: str, metavar: str) -> None:
     """A positional argument: a file with a StableHLO program."""
-    what = (
-        "MLIR text or bytecode, a portable artifact, a jax.export blob, HLO (text, .hlo.pb or the folder of an XLA "
-        "dump), or - for standard input"
-    )
+    what = "MLIR text or bytecode, a portable artifact, a jax.export blob, or - for standard input"
     parser.add_argument(name, metavar=metavar, type=Path, help=what)
     parser.set_defaults(on_cpu=True)
 

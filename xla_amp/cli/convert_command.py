@@ -229,7 +229,7 @@ def _page(arguments: argparse.Namespace, converted: Converted, states: States, p
     from xla_amp.tools.inspect import conversion, inspection
 
     names = common.shown(arguments.source), _output(arguments)
-    page = conversion.page(converted.report, f"{names[0]} ({program.source}) -> {names[1]} ({kind})")
+    page = conversion.page(converted.report, f"{names[0]} ({program.format}) -> {names[1]} ({kind})")
     signature = "kept" if arguments.keep_io else "narrowed where only low operations read or write"
     facts = {**page.facts, "signature": signature}
     if program.has_vjp:

@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser,
         {
             "xla-amp inspect step.mlir": "tables",
-            "xla-amp inspect xla_dump/ --json": "the only program of an XLA dump",
+            "xla-amp inspect step.mlir --json": "for a script",
         },
         {0: "done", 1: "FILE holds no program"},
     )
@@ -31,6 +31,6 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     program = common.read(arguments.file, arguments.function)
     found = inspection.inspect(program)
     if arguments.json:
-        head = {"file": common.shown(arguments.file), "format": program.source}
+        head = {"file": common.shown(arguments.file), "format": program.format}
         return common.as_json({**head, **found.to_dict()}), 0
-    return found.page(f"{common.shown(arguments.file)}: {program.source}").text(), 0
+    return found.page(f"{common.shown(arguments.file)}: {program.format}").text(), 0

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from xla_amp.errors import EngineError, PolicyError
-from xla_amp.jax import rebind
+from xla_amp.errors import EngineError
 from xla_amp.jax.loss_scale import LossScale, all_finite, is_inexact, on_all_devices, select
-from xla_amp.jax.primitives import info
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped]
-
-_Conditionals: TypeAlias = Literal["keep", "select"]
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -40,7 +34,6 @@ def skip_nonfinite(
     *,
     loss_scale: LossScale | None = None,
     axis_name: Any = None,
-    conditionals: _Conditionals = "keep",
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optax transformation so that a step with an inf or nan among the gradients changes nothing.
 
@@ -58,8 +51,6 @@ def skip_nonfinite(
             `xla_amp.jax.value_and_grad`, which does the same.
         axis_name: axes of `jax.pmap` or `jax.shard_map` over which the finite flag is reduced.  `jax.jit` with
             shardings needs none.
-        conditionals: handling of conditionals inside `inner` (``optax.novograd``, ``optax.MultiSteps``): ``"keep"``,
-            or ``"select"``: all branches run in every step and a select takes the result of one.
 
     Returns:
         A transformation whose ``update(grads, state, params=None, *, finite=None, **extra)`` also skips the step if
@@ -67,7 +58,6 @@ def skip_nonfinite(
 
     Raises:
         EngineError: optax is not installed.
-        PolicyError: `conditionals` has another value.
         TypeError: `inner` is no transformation, or `loss_scale` no `LossScale`.
 
     Example:
@@ -84,8 +74,6 @@ def skip_nonfinite(
     except ImportError as error:
         raise EngineError("skip_nonfinite wraps optax transformations: pip install optax") from error
 
-    if conditionals not in get_args(_Conditionals):
-        raise PolicyError(f"skip_nonfinite(conditionals={conditionals!r}): expected 'keep' or 'select'")
     if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
         raise TypeError(
             f"skip_nonfinite(inner): expected an optax transformation such as optax.adam(1e-3), got {inner!r}"
@@ -96,11 +84,6 @@ def skip_nonfinite(
             f"{type(loss_scale).__name__}; write loss_scale=LossScale.dynamic(2.0**15)"
         )
     extended = optax.with_extra_args_support(inner)
-
-    def run(updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
-        if conditionals == "keep":
-            return extended.update(updates, state, params, **extra)
-        return _without_conditionals(functools.partial(extended.update, **extra), updates, state, params)
 
     def init(params: Any) -> SkipNonfiniteState:
         counters = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
@@ -117,7 +100,7 @@ def skip_nonfinite(
         if finite is not None:
             taken = taken & finite
         taken = on_all_devices(taken, axis_name)
-        changes, inner_state = run(updates, state.inner, params, extra)
+        changes, inner_state = extended.update(updates, state.inner, params, **extra)
         skipped = (~taken).astype(jnp.int32)
         return select(taken, changes, jax.tree.map(_zero_update, changes)), SkipNonfiniteState(
             inner=select(taken, inner_state, state.inner),
@@ -133,24 +116,3 @@ def skip_nonfinite(
 def _zero_update(change: Any) -> Any:
     """-0.0, which changes no number when it is added: 0.0 + -0.0 is 0.0, but -0.0 + 0.0 is 0.0."""
     return jnp.full_like(change, -0.0) if is_inexact(change) else jnp.zeros_like(change)
-
-
-def _without_conditionals(function: Callable[..., Any], *args: Any) -> Any:
-    """Evaluates ``function(*args)`` with each ``cond`` outside of loops replaced by a select.
-
-    All branches of each conditional run: use it for cheap branches.
-    """
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    outs = rebind.evaluate(closed, jax.tree.leaves(args), _process)
-    return jax.tree.unflatten(jax.tree.structure(shapes), outs)
-
-
-def _process(eqn: Any, operands: list[Any]) -> list[Any]:
-    kind = info(eqn.primitive.name).kind
-    if kind == "cond":
-        index, *rest = operands
-        results = [rebind.evaluate(branch, rest, _process) for branch in eqn.params["branches"]]
-        return [jax.lax.select_n(index, *cases) for cases in zip(*results, strict=True)]
-    if kind == "call":
-        return rebind.evaluate(rebind.inner(eqn.params), operands, _process)
-    return rebind.bind_as_written(eqn, operands)

@@ -21,48 +21,22 @@ _SUFFIXES: Final = MappingProxyType(
 
 
 def load(path: str | os.PathLike[str], *, function: str | None = None) -> Program:
-    """The program in a file of any `Format` or of HLO, or the only one in the folder of an XLA dump.
+    """The program in a file of any `Format`.
 
     Args:
-        path: the file, or the folder that ``--xla_dump_to`` named.
+        path: the file.
         function: name of the public function to run, for a module that has several, or one that is not to be ``main``.
 
     Raises:
         FileError: the file cannot be read.
-        ModuleError: the file does not hold a program, or no such function; the folder holds none, or several.
+        ModuleError: the file does not hold a program, or no such function.
     """
-    arguments.require("load(path)", path, arguments.PATH, "the name of a file, or of a folder with a dump")
+    arguments.require("load(path)", path, arguments.PATH, "the name of a file")
     try:
-        if Path(path).is_dir():
-            path = _dumped(Path(path))
         data = Path(path).read_bytes()
     except OSError as error:
         raise FileError(f"reading {os.fspath(path)}: {error.strerror or error}") from None
     return read(data, os.fspath(path), function=function)
-
-
-def _dumped(folder: Path) -> Path:
-    """The only program before optimizations in the folder of a dump."""
-    found: dict[str, Path] = {}
-    for suffix in _DUMPED:
-        for path in sorted(folder.glob(f"*{suffix}")):
-            found.setdefault(path.name.removesuffix(suffix), path)
-    names = sorted(path.name for path in found.values())
-    if not names:
-        raise ModuleError(
-            f"{folder}: a folder without a program of an XLA dump, which are *{', *'.join(_DUMPED)}; name a file"
-        )
-    if len(names) > 1:
-        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        raise ModuleError(
-            f"{folder}: a folder with {len(names)} programs; name one of them: {', '.join(names[:_LISTED])}{more}"
-        )
-    return folder / names[0]
-
-
-_DUMPED: Final = (".before_optimizations.hlo.pb", ".before_optimizations.txt", ".mlir")
-"""Ends of the names of a dump's programs, the most faithful form first."""
-_LISTED: Final = 8
 
 
 def read(data: bytes, name: str = "module", *, function: str | None = None) -> Program:

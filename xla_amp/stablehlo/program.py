@@ -1,7 +1,7 @@
 """A StableHLO program in memory: parse it from bytes and serialize it, in every format.
 
-The formats are MLIR text, MLIR bytecode, portable artifacts and ``jax.export`` blobs; HLO, XLA's format of a program,
-can be read.  The content of the bytes decides the format.
+The formats are MLIR text, MLIR bytecode, portable artifacts and ``jax.export`` blobs.  The content of the bytes decides
+the format.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import hlo, ir
+from xla_amp.stablehlo import ir
 
 Format: TypeAlias = Literal["text", "bytecode", "artifact", "export"]
 """``text``      MLIR assembly
@@ -30,13 +30,6 @@ class Program:
     format: Format
     exported: Any = None
     """For format ``export``: the ``jax.export.Exported`` around the module."""
-    hlo: str = ""
-    """``HLO text`` or ``HLO proto`` if the program was converted from it; `format` is ``text`` then."""
-
-    @property
-    def source(self) -> str:
-        """What the program was read from: `hlo`, otherwise `format`."""
-        return self.hlo or self.format
 
     @property
     def has_vjp(self) -> bool:
@@ -74,10 +67,6 @@ def parse(data: bytes, name: str, function: str | None = None) -> Program:
     Raises:
         ModuleError: the bytes do not hold a program; `name` opens the message.
     """
-    if (hlo_format := hlo.format_of(data)) is not None:
-        return _entered(
-            Program(module=hlo.parse(data, hlo_format, name), format="text", hlo=hlo_format), name, function
-        )
     kind = detect(data)
     if kind == "export":
         exported = _deserialized(data, name)
