@@ -1,4 +1,4 @@
-"""Tokenizers and collators of transformers pad to few lengths, and the results stay the same."""
+"""Collators of transformers pad to few lengths, and the results stay the same."""
 
 from __future__ import annotations
 
@@ -42,21 +42,16 @@ class NoMaskTokenizer(transformers.PreTrainedTokenizerFast):  # type: ignore[mis
     model_input_names: ClassVar = ["input_ids"]
 
 
-class Counting(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
-    """Counts encoded texts."""
-
-    encoded = 0
-
-    def _convert_encoding(self, *args: Any, **kwargs: Any) -> Any:
-        self.encoded += 1
-        return super()._convert_encoding(*args, **kwargs)
-
-
 def tokenizer(kind: Any = transformers.PreTrainedTokenizerFast, limit: int = 100, **options: Any) -> Any:
     vocabulary = {word: number for number, word in enumerate([*SPECIAL.values(), *WORDS])}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return kind(tokenizer_object=made, model_max_length=limit, **SPECIAL, **options)
+
+
+def test_texts_that_a_tokenizer_pads_stay() -> None:
+    """A prompt keeps its end at the end: `generate` goes on there."""
+    assert tokenizer()([text(5), text(20)], padding=True, return_tensors="pt")["input_ids"].shape == (2, 20)
 
 
 def text(length: int, seed: int = 0) -> str:
@@ -135,41 +130,6 @@ def test_labels_of_sequence_to_sequence_have_their_own_length(kind: Callable[[li
     assert len(rows[0]["labels"]) == 30  # the data set keeps its rows
 
 
-def test_texts_are_padded_if_their_lengths_differ() -> None:
-    made = tokenizer()
-    options = {"padding": True, "truncation": True, "return_tensors": "pt"}
-    assert made([text(5), text(20)], **options)["input_ids"].shape == (2, 32)
-    assert made([text(5), text(90)], **options)["input_ids"].shape == (2, 96)
-    assert made([text(5), text(900)], max_length=50, **options)["input_ids"].shape == (2, 50)
-    offsets = made([text(5), text(20)], padding="longest", return_offsets_mapping=True)["offset_mapping"]
-    assert [len(row) for row in offsets] == [32, 32]
-    # A prompt without padding keeps its end at the end: `generate` goes on there.
-    assert made([text(5)], **options)["input_ids"].shape == (1, 5)
-    assert made([text(5), text(5, 1)], **options)["input_ids"].shape == (2, 5)
-    assert len(made(text(5), padding=True)["input_ids"]) == 5
-
-
-@pytest.mark.parametrize("options", [{}, {"return_tensors": "pt"}, {"return_overflowing_tokens": True}], ids=str)
-@pytest.mark.parametrize("words", [False, True], ids=["texts", "words"])
-def test_padded_texts_are_those_of_transformers_and_are_encoded_once(options: dict[str, Any], words: bool) -> None:
-    made, once = tokenizer(), tokenizer(Counting)
-    options |= {"padding": True, "truncation": True, "max_length": 30, "is_split_into_words": words}
-    if "return_tensors" not in options:
-        options |= {"return_special_tokens_mask": True, "return_offsets_mapping": True, "return_length": True}
-    given = [[text(5), text(29), text(40)], [text(3), text(20), text(0)]]
-    texts, pairs = ([row.split() for row in rows] if words else rows for rows in given)
-    for arguments in ((texts,), (texts, pairs), (texts[0],)):
-        found = once(*arguments, **options)
-        expected = made(*arguments, **options, pad_to_multiple_of=1 if arguments == (texts[0],) else 30)
-        assert set(found) == set(expected)
-        for name, value in expected.items():
-            assert torch.tensor(found[name]).tolist() == torch.tensor(value).tolist(), name
-        assert [found.word_ids(n) for n in range(len(found.encodings))] == [
-            expected.word_ids(n) for n in range(len(expected.encodings))
-        ]
-    assert once.encoded == 7
-
-
 def test_the_limits_of_model_and_collator_hold() -> None:
     made = tokenizer(limit=50)
     assert DataCollatorWithPadding(made)(examples(40, 49))["input_ids"].shape == (2, 50)
@@ -187,10 +147,6 @@ def test_the_limits_of_model_and_collator_hold() -> None:
 )
 def test_what_the_user_chose_stays(options: dict[str, Any], length: int) -> None:
     assert DataCollatorWithPadding(tokenizer(), **options)(examples(5, 20))["input_ids"].shape == (2, length)
-    assert tokenizer()([text(5), text(20)], **{"padding": True, **options}, return_tensors="pt")["input_ids"].shape == (
-        2,
-        length,
-    )
     rows = [{**row, "labels": row["input_ids"]} for row in examples(5, 20)]
     labels = DataCollatorForSeq2Seq(tokenizer(), **options)(rows)["labels"]
     assert labels.shape[1] == (20 if options == {"padding": "max_length"} else length)  # as transformers has it
@@ -204,7 +160,6 @@ def test_what_the_user_chose_stays(options: dict[str, Any], length: int) -> None
 def test_padding_that_could_change_results_stays(kind: Any, options: dict[str, Any]) -> None:
     made = tokenizer(kind, **options)
     assert DataCollatorWithPadding(made)(examples(5, 20, made=made))["input_ids"].shape == (2, 20)
-    assert made([text(5), text(20)], padding=True, return_tensors="pt")["input_ids"].shape == (2, 20)
     if kind is not NoMaskTokenizer:
         rows = [{**row, "labels": row["input_ids"]} for row in examples(5, 20, made=made)]
         assert DataCollatorForSeq2Seq(made)(rows)["labels"].shape == (2, 20)
@@ -213,7 +168,6 @@ def test_padding_that_could_change_results_stays(kind: Any, options: dict[str, A
 def test_an_option_turns_it_off() -> None:
     huggingface.enable(pad_to_buckets=False)
     assert DataCollatorWithPadding(tokenizer())(examples(5, 20))["input_ids"].shape == (2, 20)
-    assert tokenizer()([text(5), text(20)], padding=True, return_tensors="pt")["input_ids"].shape == (2, 20)
     rows = [{**row, "labels": row["input_ids"]} for row in examples(5, 20)]
     assert DataCollatorForSeq2Seq(tokenizer())(rows)["labels"].shape == (2, 20)
 

@@ -48,7 +48,6 @@ _LOW: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16
 """Mixed precision -> its low dtype."""
 
 _policy: Policy | None = None
-_read_skips = False
 _pad_to_buckets = True
 _capture = False
 _hide_fp16: contextvars.ContextVar[bool] = contextvars.ContextVar("_hide_fp16", default=False)
@@ -111,8 +110,6 @@ def _end_program(original: Any, self: Any, closure: Any = None) -> None:
         from xla_amp.lazy.steps import step_marker
 
         step_marker.end_step()
-    if _read_skips and isinstance(self.scaler, GradScaler) and self.gradient_state.sync_gradients:
-        self._is_overflow = bool(self.scaler.step_was_skipped())
 
 
 def _trainers_device(original: Any, self: Any) -> torch.device:
@@ -288,22 +285,12 @@ def _may_grow(tokenizer: Any, side: str | None, masked: bool | None) -> bool:
 
 
 def _lengths(name: str, inputs: Any) -> list[int]:
-    """Lengths of the rows to pad, none where padding must stay as it is.
-
-    A list has the examples of a data set, as a collator passes them.  A dict has the rows of texts, perhaps a prompt:
-    rows that need no padding get none.
-    """
-    if isinstance(inputs, list | tuple):
-        if not inputs or not isinstance(inputs[0], Mapping) or name not in inputs[0]:
-            return []
-        if getattr(inputs[0].get("attention_mask"), "ndim", 1) > 1:
-            return []  # a mask of rows and columns is not padded
-        return [len(example[name]) for example in inputs]
-    rows = inputs.get(name, ())
-    if len(rows) == 0 or not isinstance(rows[0], list | tuple):
-        return []
-    lengths = [len(row) for row in rows]
-    return lengths if len(set(lengths)) > 1 else []
+    """Lengths of the examples of a data set, as a collator passes them; none where padding must stay as it is."""
+    if not isinstance(inputs, list | tuple) or not inputs or name not in inputs[0]:
+        return []  # rows of texts, perhaps a prompt
+    if getattr(inputs[0].get("attention_mask"), "ndim", 1) > 1:
+        return []  # a mask of rows and columns is not padded
+    return [len(example[name]) for example in inputs]
 
 
 def _pad_examples(
@@ -318,7 +305,7 @@ def _pad_examples(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``PreTrainedTokenizerBase.pad``, which collators and tokenizers in Python call."""
+    """``PreTrainedTokenizerBase.pad``, which collators call."""
     chosen = pad_to_multiple_of is not None or not _longest(padding)
     if not chosen and _pads() and _may_grow(self, padding_side, return_attention_mask):
         lengths = _lengths(self.model_input_names[0], encoded_inputs)
@@ -326,47 +313,6 @@ def _pad_examples(
             pad_to_multiple_of = bucket(max(lengths), max_length, self.model_max_length)
     options = (padding, max_length, pad_to_multiple_of, padding_side, return_attention_mask)
     return original(self, encoded_inputs, *options, *args, **kwargs)
-
-
-_OF_TOKENS = {
-    "input_ids": "ids",
-    "token_type_ids": "type_ids",
-    "attention_mask": "attention_mask",
-    "special_tokens_mask": "special_tokens_mask",
-    "offset_mapping": "offsets",
-    "length": "ids",
-}
-"""Entry of encoded texts -> the attribute of an encoding in Rust that it is made of."""
-
-
-def _encode_texts(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``TokenizersBackend._encode_plus``, which pads in Rust."""
-    chosen = kwargs.get("pad_to_multiple_of") is not None or not _longest(kwargs.get("padding_strategy"))
-    may_grow = _may_grow(self, kwargs.get("padding_side"), kwargs.get("return_attention_mask"))
-    if chosen or not _pads() or not may_grow or not _are_texts(kwargs):
-        return original(self, *args, **kwargs)
-    tensors = kwargs.pop("return_tensors", None)
-    found = original(self, *args, **{**kwargs, "padding_strategy": "do_not_pad"})
-    rows = found.encodings
-    if rows is None:  # a chat, which `pad` pads
-        return original(self, *args, **kwargs, return_tensors=tensors)
-    lengths = [len(row.ids) for row in rows]
-    if len(set(lengths)) > 1:
-        size = bucket(max(lengths), kwargs.get("max_length"), self.model_max_length)
-        for row in rows:
-            row.pad(size, pad_id=self.pad_token_id, pad_type_id=self.pad_token_type_id, pad_token=self.pad_token)
-        for name in found.keys() & _OF_TOKENS:
-            values = [getattr(row, _OF_TOKENS[name]) for row in rows]
-            found[name] = [len(x) for x in values] if name == "length" else values
-    return found.convert_to_tensors(tensors)
-
-
-def _are_texts(given: Mapping[str, Any]) -> bool:
-    """Whether arguments of a tokenizer have several texts."""
-    texts = given.get("text")
-    if not isinstance(texts, list | tuple) or len(texts) < 2:
-        return False
-    return not given.get("is_split_into_words") or isinstance(texts[0], list | tuple)
 
 
 def _pad_labels(original: Any, self: Any, features: Any, return_tensors: Any = None) -> Any:
@@ -434,8 +380,7 @@ PATCHES = (
     Patch("accelerate.accelerator", "Accelerator", "backward", _average,
           "Gradients are averaged in the step's executable, when they have been accumulated."),
     Patch("accelerate.optimizer", "AcceleratedOptimizer", "step", _end_program,
-          "What one process reads after a step would make the next a program that the others do not have. Whether a "
-          "step was skipped is known on the device only."),
+          "What one process reads after a step would make the next a program that the others do not have."),
     Patch("accelerate.accelerator", "", "get_mixed_precision_context_manager", _region,
           "Opens torch.autocast, which takes no policy."),
     Patch("transformers.training_args", "TrainingArguments", "_setup_devices", _trainers_device,
@@ -457,8 +402,6 @@ PATCHES = (
           "Token ids on the device, and the default cache, grow by a token: another shape, another program."),
     Patch("transformers.tokenization_utils_base", "PreTrainedTokenizerBase", "pad",
           _pad_examples, f"Pads examples {_LENGTHS}"),
-    Patch("transformers.tokenization_utils_tokenizers", "TokenizersBackend", "_encode_plus",
-          _encode_texts, f"Pads texts {_LENGTHS}"),
     Patch("transformers.data.data_collator", "DataCollatorForSeq2Seq", "__call__",
           _pad_labels, f"Pads labels {_LENGTHS}"),
 )  # fmt: skip
@@ -514,7 +457,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 def enable(
     policy: Policy | str | Path | None = None,
     *,
-    read_skips: bool = False,
     pad_to_buckets: bool = True,
     capture: bool = False,
 ) -> None:
@@ -526,29 +468,22 @@ def enable(
     Args:
         policy: the rules for ``"bf16"`` and ``"fp16"``, as for `xla_amp.autocast`; None is the device's default.  A
             second call sets it for regions that are made from then on.
-        read_skips: with ``"fp16"``, wait after each step to learn whether it was skipped.  Then
-            ``accelerator.optimizer_step_was_skipped`` and ``optimizer.step_was_skipped`` are right, and a prepared
-            schedule stays where it is in a skipped step.  Otherwise they are always False.
         pad_to_buckets: pad batches of tokens to 16, 32, 48, 64, 96, ... where transformers would pad them to their
             longest row, so that there are few programs.
         capture: capture the Trainer's step as `xla_amp.compile` does, by its contract.  What prevents it is a warning.
 
     Raises:
-        ValueError: `capture` together with `read_skips`, which reads a value in each step.
         ImportError: Accelerate is not installed.
         PolicyError: `policy` cannot be loaded.
         DeviceError: the engine in use is torch_xla, which Accelerate finds by itself.
     """
-    global _policy, _read_skips, _pad_to_buckets, _capture
-    if capture and read_skips:
-        raise ValueError("enable(capture=True, read_skips=True): a captured step reads no value; leave one of them out")
+    global _policy, _pad_to_buckets, _capture
     if importlib.util.find_spec("accelerate") is None:
         raise ImportError(
             "xla_amp.integrations.huggingface needs the package `accelerate`: pip install 'xla-amp[huggingface]'"
         )
     base.require_lazy("xla_amp.integrations.huggingface.enable()", "Accelerate's own support of torch_xla")
     _policy = None if policy is None else policies.load(policy)
-    _read_skips = read_skips
     _pad_to_buckets = pad_to_buckets
     _capture = capture
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
