@@ -25,7 +25,7 @@ from xla_amp.lazy.capture.values import NotReplayableError, view
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Buffer, Poisoned, instructions
 from xla_amp.lazy.programs import execute
-from xla_amp.lazy.tensors import tensor_io
+from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.torch_integration import generator
 
 
@@ -140,7 +140,7 @@ class Replay:
 
 def _maker(moved: Mapping[int, torch.Tensor], computed: Sequence[Buffer]) -> Callable[[Origin], torch.Tensor]:
     """A function that makes the tensors that a call binds or returns."""
-    whole = functools.cache(lambda at: tensor_io.tensor_over(computed[at]))
+    whole = functools.cache(lambda at: transfer.tensor_over(computed[at]))
 
     def make(origin: Origin) -> torch.Tensor:
         base = moved[origin.at] if origin.at >= 0 else whole(~origin.at)

@@ -277,7 +277,6 @@ class Trace:
         "count",
         "draws",
         "eager",
-        "ended",
         "floats",
         "generation",
         "generators",

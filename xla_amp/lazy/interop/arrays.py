@@ -7,8 +7,6 @@ reachable in other ways (shards, views), so such an array is never donated.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 import torch
@@ -20,6 +18,7 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_TORCH
 from xla_amp.lazy.graph.trace import Buffer, spec
 from xla_amp.lazy.programs import mesh, pjrt
+from xla_amp.lazy.tensors import transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE, array_of
 from xla_amp.lazy.torch_integration.device import device
 
@@ -104,9 +103,6 @@ def tensor_over(array: jax.Array) -> torch.Tensor:
     if array.weak_type:  # its dtype yields in promotion, a tensor's does not
         with private_api.x64():
             array = jax.lax.convert_element_type(array, array.dtype)
-    value_spec = spec(tuple(array.shape), dtype)
-    tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
-    storage: Any = tensor.untyped_storage()
-    storage._xla_amp = buffer = Buffer(value_spec, array=array)
+    buffer = Buffer(spec(tuple(array.shape), dtype), array=array)
     buffer.external = array
-    return tensor
+    return transfer.tensor_over(buffer)

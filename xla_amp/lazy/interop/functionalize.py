@@ -17,7 +17,6 @@ import torch
 
 from xla_amp.common.events import Place
 from xla_amp.errors import EngineError
-from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.tape import BEGIN, Position, Tape
 from xla_amp.lazy.graph.trace import Buffer, Poisoned, add_parameter, spec, trace
 from xla_amp.lazy.interop.locations import Locations
@@ -25,7 +24,7 @@ from xla_amp.lazy.programs import execute
 from xla_amp.lazy.programs.compile import Key
 from xla_amp.lazy.programs.observed import Function, Run
 from xla_amp.lazy.steps import step_marker
-from xla_amp.lazy.tensors import tensor_io
+from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.torch_integration import generator
 
 
@@ -111,14 +110,11 @@ class FunctionTrace:
 
     def argument(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A placeholder tensor for the next argument."""
-        value_spec = spec(tuple(shape), dtype)
-        tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
-        storage: Any = tensor.untyped_storage()
-        storage._xla_amp = buffer = Buffer(value_spec, array=_Placeholder())  # type: ignore[arg-type]
+        buffer = Buffer(spec(tuple(shape), dtype), array=_Placeholder())  # type: ignore[arg-type]
         with trace.lock:
             add_parameter(buffer)
         self._buffers.append(buffer)
-        return tensor
+        return transfer.tensor_over(buffer)
 
     def split(self) -> None:
         """Ends the forward part; placeholders made after this are arguments of the backward part."""

@@ -16,7 +16,6 @@ import torch
 from torch.storage import UntypedStorage
 
 from xla_amp.errors import DeviceError
-from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.trace import Buffer, spec, trace
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -54,14 +53,7 @@ def from_host(source: UntypedStorage) -> UntypedStorage:
 
 def _of(buffer: Buffer, raw: torch.Tensor | None = None) -> UntypedStorage:
     buffer.raw = raw
-    return _whole(buffer).untyped_storage()
-
-
-def _whole(buffer: Buffer) -> torch.Tensor:
-    """A tensor on all of the buffer."""
-    tensor = private_api.create_tensor(buffer.spec.shape, buffer.spec.dtype)
-    tensor.untyped_storage()._xla_amp = buffer  # type: ignore[attr-defined]
-    return tensor
+    return transfer.tensor_over(buffer).untyped_storage()
 
 
 def _as_bytes(storage: UntypedStorage) -> torch.Tensor:
@@ -100,7 +92,7 @@ def clone(original: Callable[..., Any], self: Any) -> UntypedStorage:
     if buffer.raw is not None:
         return _of(Buffer(buffer.spec), buffer.raw.clone())
     with trace.lock:
-        return _whole(buffer).clone().untyped_storage()
+        return transfer.tensor_over(buffer).clone().untyped_storage()
 
 
 def copy_(self: Any, source: Any) -> Any:
@@ -118,7 +110,7 @@ def copy_(self: Any, source: Any) -> Any:
         self._xla_amp.raw = values.clone()
     else:
         buffer: Buffer = self._xla_amp
-        _whole(buffer).copy_(values.view(buffer.spec.dtype).view(buffer.spec.shape))
+        transfer.tensor_over(buffer).copy_(values.view(buffer.spec.dtype).view(buffer.spec.shape))
     return self
 
 

@@ -321,14 +321,6 @@ def new_tensor(value_spec: Spec, number: int) -> torch.Tensor:
     return tensor
 
 
-def tensor_over(buffer: Buffer) -> torch.Tensor:
-    """A new tensor that is all of `buffer`, which no other storage has."""
-    tensor = private_api.create_tensor(buffer.spec.shape, buffer.spec.dtype)
-    store: Any = tensor.untyped_storage()
-    store._xla_amp = buffer
-    return tensor
-
-
 def new_view(base: torch.Tensor, dtype: torch.dtype, shape: Any, strides: Any, offset: int) -> torch.Tensor:
     """A new tensor on the storage of `base`; strides and offset count elements of `dtype`."""
     return set_geometry(private_api.create_tensor((0,), dtype), base.untyped_storage(), offset, shape, strides)

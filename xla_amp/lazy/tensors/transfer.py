@@ -13,7 +13,7 @@ from xla_amp.common import interrupts
 from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy import dtypes, private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
-from xla_amp.lazy.graph.trace import Buffer, Spec, spec
+from xla_amp.lazy.graph.trace import Buffer, spec
 from xla_amp.lazy.programs import mesh, pjrt, recompile_reasons
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.torch_integration import forks
@@ -57,14 +57,17 @@ def download(array: jax.Array) -> torch.Tensor:
     return to_torch(value)
 
 
-def wrap(array: jax.Array, value_spec: Spec | None = None) -> torch.Tensor:
-    """A device array as a tensor on the lazy device, without a copy; `value_spec` is its spec if it is known."""
-    if value_spec is None:
-        value_spec = spec(array.shape, TO_TORCH[np.dtype(array.dtype)])
-    tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
+def tensor_over(buffer: Buffer) -> torch.Tensor:
+    """A new tensor that is all of `buffer`, which no other storage has."""
+    tensor = private_api.create_tensor(buffer.spec.shape, buffer.spec.dtype)
     storage: Any = tensor.untyped_storage()
-    storage._xla_amp = Buffer(value_spec, array=array)
+    storage._xla_amp = buffer
     return tensor
+
+
+def wrap(array: jax.Array) -> torch.Tensor:
+    """A device array as a tensor on the lazy device, without a copy."""
+    return tensor_over(Buffer(spec(array.shape, TO_TORCH[np.dtype(array.dtype)]), array=array))
 
 
 def to_device(tensor: torch.Tensor) -> torch.Tensor:
