@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from source_tree import ROOT
 from torch import nn
 from torch._dynamo.backends import registry
-from torch.utils.checkpoint import checkpoint
 
 import xla_amp
 from xla_amp.lazy.steps import step_marker
@@ -131,53 +130,6 @@ def test_a_block_trains_as_uncompiled(device, uncompiled, where):
         assert torch.equal(a, b)  # the program is the same
     assert counters["executions"] == 1
     assert counters["compilations"] == counters["host_syncs"] == 0
-
-
-def test_buffers_are_updated_and_evaluation_is_another_graph(device):
-    x, results = torch.randn(4, 3), []
-    for wrap in (compiled, lambda f: f):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(device)
-        function = wrap(model)
-        for _ in range(2):
-            function(x.to(device)).sum().backward()
-        model.eval()
-        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=False):
-            results.append([function(x.to(device)).cpu(), *(b.cpu() for b in model.buffers())])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_checkpointed_dropout_is_the_same_in_both_passes(device):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)).to(device)
-    x, gradients = torch.randn(8, 4).to(device), []
-    for wrap in (compiled, lambda f: f):
-        torch.manual_seed(3)
-        model.zero_grad()
-        wrap(lambda x: checkpoint(model, x, use_reentrant=False))(x).square().sum().backward()
-        gradients.append(model[0].weight.grad.cpu())
-    torch.testing.assert_close(*gradients)
-
-
-def mutating(x, y):
-    x.add_(1)
-    y[0] = x.sum()
-    return x * y, x[1:], y.view(-1)
-
-
-def test_overwritten_arguments_and_views(device):
-    ours = torch.zeros(3, device=device), torch.ones(3, device=device)
-    theirs = torch.zeros(3), torch.ones(3)
-    function = compiled(mutating)
-    for _ in range(3):
-        _, part, whole = function(*ours)
-        expected = mutating(*theirs)
-        for views in ((part, whole), expected[1:]):
-            views[0].mul_(2)
-            views[1].add_(1)
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.equal(a.cpu(), b)
 
 
 def test_casts_follow_the_rules_of_each_call(device, low_of):

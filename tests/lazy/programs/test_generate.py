@@ -1,9 +1,8 @@
-"""Text generation compiles few programs; a sequence that grows is warned about, and docs/pytorch.md has a remedy."""
+"""Text generation compiles few programs; for a sequence that grows docs/pytorch.md has a remedy."""
 
 from __future__ import annotations
 
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 import xla_amp
-from xla_amp.errors import RecompileWarning
 from xla_amp.testing import counts as counted
 
 PAGE = Path(__file__).parents[3] / "docs" / "pytorch.md"
@@ -56,34 +54,6 @@ def test_the_recipe_gives_the_tokens_of_the_growing_loop_with_few_programs(devic
         with counted() as counts:
             assert generate(model, prompt, 20).tolist() == expected.tolist()
         assert counts.compilations <= most
-
-
-def test_a_sequence_that_grows_is_told_what_to_do_once(device: torch.device) -> None:
-    model, prompt = Causal().eval().to(device), torch.tensor([[5, 6, 7]]).to(device)
-
-    def decode(ids: torch.Tensor) -> None:
-        for _ in range(9):
-            ids = model.generate(ids, 1)
-            if ids[0, -1].item() == 99:  # "is it the end?"
-                break
-
-    xla_amp.metrics.reset()
-    with pytest.warns(RecompileWarning) as caught:
-        decode(prompt)
-    (text,) = [str(each.message) for each in caught]
-    assert "for a sequence that grows see docs/pytorch.md#sequences-that-grow" in text
-    assert re.match(rf"{__file__}:\d+ has compiled 6 programs", text)
-
-
-def test_lengths_that_go_up_and_down_are_told_to_be_padded(device: torch.device) -> None:
-    model = Causal().eval().to(device)
-    xla_amp.metrics.reset()
-    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-        warnings.simplefilter("always", RecompileWarning)
-        for length in (3, 9, 4, 11, 7, 13, 5):
-            model(torch.full((1, length), 4).to(device)).cpu()
-    (text,) = [str(each.message) for each in caught if each.category is RecompileWarning]
-    assert "xla_amp.pad_to_bucket" in text
 
 
 def test_transformers_with_a_static_cache_has_two_programs(device: torch.device) -> None:

@@ -53,6 +53,8 @@ def test_one_warning_names_the_line_the_count_and_the_difference(device: torch.d
     assert (warning.filename, warning.lineno) == (HERE, by_shape.__code__.co_firstlineno + 2)
     assert f"{line_of(by_shape, 2)} has compiled {recompile_reasons.PATIENCE} programs" in text
     assert "operation 0 is input float32[6,2], input float32[5,2] before, read by mul.Tensor at" in text
+    assert "xla_amp.pad_to_bucket" in text
+    assert "for a sequence that grows see docs/pytorch.md#sequences-that-grow" in text
 
 
 def test_programs_from_the_disk_are_no_compilations(device: torch.device, tmp_path: Path) -> None:

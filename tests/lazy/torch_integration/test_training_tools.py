@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -74,20 +73,6 @@ def averages_of_weights(where: str) -> Any:
     averages = (plain, moving, one_by_one)
     losses = steps(model, where, 4, lambda: [average.update_parameters(model) for average in averages])
     return losses, [list(average.module.parameters()) for average in averages], [a.n_averaged for a in averages]
-
-
-@program
-def tied_weights(where: str) -> Any:
-    model = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 7, bias=False))
-    model[0].weight.data = torch.linspace(-1, 1, 21).view(7, 3)
-    model[2].weight = model[0].weight
-    model.to(where)
-    twin = copy.deepcopy(model)
-    for each in (model, twin):
-        assert each[0].weight is each[2].weight
-    losses = steps(model, where, 3, batch=torch.tensor([0, 3, 6, 3], device=where))
-    twin.load_state_dict(model.state_dict())
-    return losses, list(model.parameters()), twin[2].weight, len(list(model.parameters()))
 
 
 @program
