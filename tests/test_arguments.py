@@ -68,7 +68,7 @@ ROWS: list[tuple[Callable[[], Any], str]] = [
     (lambda: xla_amp.jax.select(3, 3, "a"), "select(finite=3): expected a bool, or an array of shape () and"),
     (lambda: xla_amp.jax.reduce_gradients(3, 3), "reduce_gradients(axis_name=3): expected the name of an axis of"),
     (lambda: xla_amp.jax.to_jax(3), "to_jax(tensor): expected a tensor of the device, got 3 (int)"),
-    (lambda: xla_amp.stablehlo.load(3), "load(path): expected the name of a file, or of a folder with a dump, got 3"),
+    (lambda: xla_amp.stablehlo.load(3), "load(path): expected the name of a file, got 3"),
     (lambda: xla_model.optimizer_step(3), "reduce_gradients(optimizer): expected an optimizer of torch, got 3"),
     (lambda: xla_model.add_step_closure(3), "add_step_closure(closure): expected a function, got 3 (int)"),
     (lambda: xla_model.save({}, None), "save(file_or_path): expected a path or an open file, got None (NoneType)"),
