@@ -16,7 +16,6 @@ import xla_amp
 from xla_amp import policy, stablehlo
 from xla_amp.cli import main
 from xla_amp.errors import PolicyError
-from xla_amp.jax import autocast
 
 
 class Small(nn.Module):
@@ -71,41 +70,6 @@ def test_the_gradient_of_an_embedding_adds_up_in_float32() -> None:
         rows.sum().backward()
         assert weight.grad is not None
         assert weight.grad[0].cpu().tolist() == [1000.0] * 4  # a running bfloat16 sum of ones stops at 256
-
-
-@pytest.mark.full
-def test_lean_in_jax() -> None:
-    flax = pytest.importorskip("flax.linen")
-
-    class Model(flax.Module):  # type: ignore[misc, name-defined]
-        @flax.compact  # type: ignore[untyped-decorator]
-        def __call__(self, x: Any) -> Any:
-            x = flax.Dense(8)(x)
-            return x + flax.Dense(8)(flax.softmax(flax.LayerNorm()(x)))
-
-    x = jnp.linspace(-1, 1, 32, dtype=jnp.float32).reshape(4, 8)
-    parameters = Model().init(jax.random.key(0), x)
-
-    def stored(level: str) -> tuple[int, Any]:
-        function = autocast(Model().apply, policy=level)
-        out, pull = jax.vjp(lambda p: function(p, x), parameters)
-        wide = [each for each in jax.tree.leaves(pull) if each.dtype == jnp.float32 and each.shape == (4, 8)]
-        return len([each for each in wide if each is not x]), out
-
-    def results(level: str) -> set[str]:
-        with xla_amp.explain() as report:
-            jax.make_jaxpr(autocast(Model().apply, policy=level))(parameters, x)
-        return {each.result[0] for each in report.records if each.operation in ("exp", "layer_norm", "softmax")}
-
-    exact = Model().apply(parameters, x)
-    lean, out = stored("lean")
-    assert lean == stored("cautious")[0] == 0  # float32 parts are computed again
-    assert (results("lean"), results("cautious")) == ({"bfloat16"}, {"float32"})
-    assert jnp.allclose(out.astype(jnp.float32), exact, atol=0.05)
-    with xla_amp.explain() as report:
-        jax.make_jaxpr(autocast(Model().apply, policy="lean"))(parameters, x)
-    norm = next(each for each in report.records if each.operation == "layer_norm")
-    assert (norm.cast, norm.layer, norm.given[0], norm.result) == ("fp32_inside", "builtin", "bfloat16", ("bfloat16",))
 
 
 def test_lean_in_stablehlo_and_on_the_command_line(tmp_path: pathlib.Path, capsys: Any) -> None:
