@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from xla_amp.stablehlo.passes.report import Achieved
     from xla_amp.stablehlo.program import Format, Program
     from xla_amp.tools.explain.page import Page
-    from xla_amp.tools.inspect.inspection import States
 
 HELP = "convert a program to mixed precision"
 
@@ -127,7 +126,6 @@ def _rules(given: list[tuple[str, Any]]) -> dict[str, Any] | None:
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.stablehlo import io, samples
-    from xla_amp.tools.inspect import inspection
 
     common.check_written(arguments.output, [arguments.source, *arguments.inputs])
     if arguments.target_error is not None and not arguments.inputs:
@@ -142,8 +140,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         converted = _convert(arguments, program, given)
     for each in caught:
         sys.stderr.write(f"xla-amp: warning: {each.message}\n")
-    states = {"before": inspection.inspect(program), "after": inspection.inspect(converted.program)}
-    page = _page(arguments, converted, states, program, kind)
+    page = _page(arguments, converted, program, kind)
     achieved = converted.achieved
     if achieved is not None:
         page = _with_error(page, arguments, achieved)
@@ -155,7 +152,6 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         "output": _output(arguments),
         "format": kind,
         "summary": converted.report.summary(),
-        **{name: found.to_dict() for name, found in states.items()},
         "operations": converted.report.rows(),
         **({} if achieved is None else {"achieved_error": dataclasses.asdict(achieved)}),
     }
@@ -225,8 +221,8 @@ def _output(arguments: argparse.Namespace) -> str:
     return "standard output" if arguments.output == common.STANDARD else str(arguments.output)
 
 
-def _page(arguments: argparse.Namespace, converted: Converted, states: States, program: Program, kind: str) -> Page:
-    from xla_amp.tools.inspect import conversion, inspection
+def _page(arguments: argparse.Namespace, converted: Converted, program: Program, kind: str) -> Page:
+    from xla_amp.tools.inspect import conversion
 
     names = common.shown(arguments.source), _output(arguments)
     page = conversion.page(converted.report, f"{names[0]} ({program.format}) -> {names[1]} ({kind})")
@@ -236,4 +232,4 @@ def _page(arguments: argparse.Namespace, converted: Converted, states: States, p
         facts["gradient"] = (
             "left out: the VJP is the old program's; for a low one export xla_amp.jax.autocast(f) from JAX"
         )
-    return dataclasses.replace(page, facts=facts, sections=(*page.sections, *inspection.sections(states)))
+    return dataclasses.replace(page, facts=facts)

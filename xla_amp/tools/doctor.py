@@ -24,23 +24,9 @@ from xla_amp.policy.load import default_name
 from xla_amp.tools.explain.page import Page, Report, Section
 
 LIBRARIES: Final = (
-    "xla-amp",
-    "torch",
-    "torch_xla",
-    "jax",
-    "jaxlib",
-    "libtpu",
-    "jax-cuda12-plugin",
-    "jax-cuda13-plugin",
-    "jax-rocm60-plugin",
-    "numpy",
-    "flax",
-    "optax",
-    "transformers",
-    "accelerate",
-    "lightning",
-    "timm",
-)
+    "xla-amp", "torch", "torch_xla", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin",
+    "jax-rocm60-plugin", "numpy", "flax", "optax", "transformers", "accelerate", "lightning", "timm",
+)  # fmt: skip
 """Distributions whose versions matter; those that are not installed are not shown."""
 SUPPORTED: Final[Mapping[str, tuple[tuple[int, int], tuple[int, int]]]] = {
     "torch": ((2, 9), (2, 15)),

@@ -45,8 +45,6 @@ class Error(NamedTuple):
     """Norm of the difference divided by the norm of the reference; for integers the share of elements that differ.
 
     NaN if there is no element to judge by: none is finite in both, and some are NaN."""
-    largest: float
-    """Largest absolute difference."""
     nonfinite: int
     """Elements that are finite in only one of the two, or not the same infinity or NaN."""
 
@@ -110,17 +108,16 @@ class Comparison(Report):
                 each.type,
                 units.error(each.error.relative),
                 units.error(each.rounding),
-                units.error(each.error.largest),
                 each.error.nonfinite or None,
             )
             for each in self.outputs
         ]
-        columns = ("result", "type", "error", "by one rounding", "largest", "not finite")
+        columns = ("result", "type", "error", "by one rounding", "not finite")
         return Table(
             columns=columns,
             rows=rows,
-            right=("error", "by one rounding", "largest"),
-            optional=("largest", "by one rounding"),
+            right=("error", "by one rounding"),
+            optional=("by one rounding",),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -258,15 +255,13 @@ def measure(array: Any, exact: Any) -> Error:
     left, right = np.asarray(array), np.asarray(exact)
     if right.dtype.kind in "iub":
         different = int(np.count_nonzero(left != right))
-        largest = float(np.max(np.abs(left.astype(np.float64) - right.astype(np.float64)), initial=0.0))
-        return Error(different / max(1, right.size), largest, 0)
+        return Error(different / max(1, right.size), 0)
     kind = np.complex128 if right.dtype.kind == "c" else np.float64
     left, right = left.astype(kind), right.astype(kind)
     both = np.isfinite(left) & np.isfinite(right)
     same = both | (left == right) | (np.isnan(left) & np.isnan(right))
-    difference, size = np.abs(left[both] - right[both]), np.linalg.norm(right[both])
-    norm = float(np.linalg.norm(difference))
-    relative = norm / float(size) if size else (0.0 if norm == 0 else float("inf"))
+    norm, size = float(np.linalg.norm(left[both] - right[both])), float(np.linalg.norm(right[both]))
+    relative = norm / size if size else (0.0 if norm == 0 else float("inf"))
     if not both.any() and np.isnan(right).any():
         relative = math.nan
-    return Error(relative, float(np.max(difference, initial=0.0)), int(np.count_nonzero(~same)))
+    return Error(relative, int(np.count_nonzero(~same)))

@@ -12,11 +12,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from xla_amp.common import units
-from xla_amp.common.tables import Cell, Table
+from xla_amp.common.tables import Table
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.autocast import as_program
@@ -49,6 +49,8 @@ class Inspection(Report):
 
     def page(self, title: str = "a StableHLO program") -> Page:
         """The report for people."""
+        products = [(f"{left} x {right} -> {made}", n) for (left, right, made), n in self.contractions.items()]
+        casts = {f"{before} -> {after}": tally for (before, after), tally in self.casts.items()}
         return Page(
             title,
             {
@@ -56,7 +58,11 @@ class Inspection(Report):
                 "arguments": units.size(self.arguments),
                 "results": units.size(self.results),
             },
-            sections({"": self}),
+            (
+                Section("Contractions", table=Table(columns=("operands and result", "count"), rows=products)),
+                _with_bytes("Operations by dtype of their result", ("dtype", "operations"), self.dtypes),
+                _with_bytes("Casts", ("from and to", "count"), casts),
+            ),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -143,47 +149,7 @@ def structure_of(operation: Any) -> Structure:
     return (rows.get(name) or rows.get(base) or table().unknown).structure
 
 
-_Key = TypeVar("_Key")
-States: TypeAlias = Mapping[str, Inspection]
-"""Column title -> inspection: ``{"": ...}`` for one module, ``{"before": ..., "after": ...}`` for a conversion."""
-
-
-def sections(states: States) -> tuple[Section, ...]:
-    """Contractions by the dtypes of their operands, operations by dtype, and casts."""
-    products: list[tuple[Cell, ...]] = [
-        (f"{key[0]} x {key[1]} -> {key[2]}", *(found.contractions.get(key, 0) for found in states.values()))
-        for key in _keys(found.contractions for found in states.values())
-    ]
-    by_dtype: list[tuple[Cell, ...]] = [
-        (dtype, *_tallies(found.dtypes.get(dtype) for found in states.values()))
-        for dtype in _keys(found.dtypes for found in states.values())
-    ]
-    casts: list[tuple[Cell, ...]] = [
-        (f"{kind[0]} -> {kind[1]}", *_tallies(found.casts.get(kind) for found in states.values()))
-        for kind in _keys(found.casts for found in states.values())
-    ]
-    counts = tuple(_title("count", state) for state in states)
-    return (
-        Section("Contractions", table=Table(columns=("operands and result", *counts), rows=products)),
-        _with_bytes("Operations by dtype of their result", ("dtype", "operations"), states, by_dtype),
-        _with_bytes("Casts", ("from and to", "count"), states, casts),
-    )
-
-
-def _with_bytes(title: str, names: tuple[str, str], states: States, rows: list[tuple[Cell, ...]]) -> Section:
-    """A table with a number and its bytes for each state."""
-    sizes = tuple(_title("bytes", state) for state in states)
-    pairs = (name for state, size in zip(states, sizes, strict=True) for name in (_title(names[1], state), size))
-    return Section(title, table=Table(columns=(names[0], *pairs), rows=rows, right=sizes))
-
-
-def _tallies(found: Iterable[Tally | None]) -> list[Cell]:
-    return [cell for tally in found for cell in ((tally.number, units.size(tally.bytes)) if tally else (0, "0 B"))]
-
-
-def _title(word: str, state: str) -> str:
-    return f"{word} {state}".rstrip()
-
-
-def _keys(mappings: Iterable[Mapping[_Key, object]]) -> list[_Key]:
-    return list(dict.fromkeys(key for mapping in mappings for key in mapping))
+def _with_bytes(title: str, names: tuple[str, str], tallies: Mapping[str, Tally]) -> Section:
+    """A table with numbers and their bytes."""
+    rows = [(name, tally.number, units.size(tally.bytes)) for name, tally in tallies.items()]
+    return Section(title, table=Table(columns=(*names, "bytes"), rows=rows, right=("bytes",)))

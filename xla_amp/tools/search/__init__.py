@@ -9,12 +9,12 @@ A front gives a `SearchProgram`: its `Candidate` list and a function that measur
     found.plan                              names of the candidates that run low
 """
 
-from xla_amp.tools.search.candidates import Candidate as Candidate
-from xla_amp.tools.search.candidates import from_records as from_records
+from xla_amp.tools.search.planner import Candidate as Candidate
 from xla_amp.tools.search.planner import Found as Found
 from xla_amp.tools.search.planner import Plan as Plan
 from xla_amp.tools.search.planner import SearchProgram as SearchProgram
 from xla_amp.tools.search.planner import search as search
+from xla_amp.tools.search.plans import from_records as from_records
 from xla_amp.tools.search.plans import policy as policy
 from xla_amp.tools.search.plans import to_toml as to_toml
 from xla_amp.tools.search.result import SearchResult as SearchResult

@@ -16,7 +16,6 @@ from xla_amp.common.types import LOW_DTYPES, LowDtype
 from xla_amp.errors import SearchError
 from xla_amp.policy import Policy
 from xla_amp.tools.search import plans
-from xla_amp.tools.search.candidates import from_records
 from xla_amp.tools.search.planner import Plan, SearchProgram, search
 from xla_amp.tools.search.result import SearchResult, shown
 
@@ -90,21 +89,18 @@ def relative_error(found: Sequence[Array | None], reference: Sequence[Array | No
     return math.sqrt(difference / norm) if norm else (math.inf if difference else 0.0)
 
 
-def searched(
-    program: MeasuredProgram, *, budget: float | Mapping[str, float], held_out: int | None, device: str
-) -> SearchResult:
+def searched(program: MeasuredProgram, *, budget: float | Mapping[str, float], device: str) -> SearchResult:
     """Searches, and warns if the budget is not met."""
     if own := program.records(None, region=False):
         raise SearchError(
             f"the program opens an autocast region (policy {own[0].policy}), whose rules would hide those of the plan: "
             "take it out, search opens one around the program"
         )
-    program.candidates = from_records(program.records(None))
+    program.candidates = plans.from_records(program.records(None))
     with progress.shown("precision search", first=3):
         found = search(
             program,
             budget=dict(budget) if isinstance(budget, Mapping) else {next(iter(program.reference(0))): budget},
-            held_out=held_out,
         )
     if not found.met:
         events.warn(

@@ -31,7 +31,6 @@ def search(
     budget: float | Mapping[str, float],
     argnums: int | Sequence[int] = 0,
     low: LowDtype = "bfloat16",
-    held_out: int | None = None,
 ) -> SearchResult:
     """The policy that keeps the fewest operations in float32 while a function's error stays within `budget`.
 
@@ -40,13 +39,13 @@ def search(
 
     Args:
         function: a loss, or any function of pytrees.  Of a loss the gradients are measured, too.
-        args: two or more tuples of arguments, one for each batch: ``[(params, batch) for batch in batches]``.
+        args: two or more tuples of arguments, one for each batch: ``[(params, batch) for batch in batches]``.  The last
+            quarter only checks the result.
         budget: largest accepted relative error of the loss (of all results of a function that is no loss), or of
             several quantities: ``{"loss": 1e-3, "gradients": 1e-2}``.  The error of the gradients is that of all as one
             vector.  Quantities without a budget are reported, and must be finite.
         argnums: arguments whose floating arrays the gradients are for.
         low: the low dtype.
-        held_out: number of the last tuples of arguments, which only check the result; None is a quarter, at least one.
 
     Returns:
         The plan, and its achieved errors.  If no plan is within the budget, which only a function that is not
@@ -68,7 +67,7 @@ def search(
         raise SearchError("no arguments: give two or more tuples, [(params, batch) for batch in batches]")
     numbers = {argnums} if isinstance(argnums, int) else set(argnums)
     program = JaxProgram(function, rows, numbers, low)
-    return fronts.searched(program, budget=budget, held_out=held_out, device=jax.default_backend())
+    return fronts.searched(program, budget=budget, device=jax.default_backend())
 
 
 class JaxProgram(fronts.MeasuredProgram):

@@ -27,7 +27,6 @@ def search(
     *,
     budget: float | Mapping[str, float],
     low: LowDtype = "bfloat16",
-    held_out: int | None = None,
     objects: Sequence[Any] = (),
 ) -> SearchResult:
     """The policy that keeps the fewest operations in float32 while a model's error stays within `budget`.
@@ -40,13 +39,13 @@ def search(
         step: a model, or a function that returns the loss; it does not call ``backward()`` and opens no autocast
             region.  A result with an attribute or a key ``loss`` gives that; other results that are no single number
             are compared as a whole, without gradients.
-        batches: two or more.  Each is passed as ``step(*batch)`` if it is a tuple or a list, ``step(**batch)`` if it
-            is a dict, and ``step(batch)`` otherwise.  Batches of a model are moved to its device.
+        batches: two or more, of which the last quarter only checks the result.  Each is passed as ``step(*batch)`` if
+            it is a tuple or a list, ``step(**batch)`` if it is a dict, and ``step(batch)`` otherwise.  Batches of a
+            model are moved to its device.
         budget: largest accepted relative error of the loss (of the result without a loss), or of several quantities:
             ``{"loss": 1e-3, "gradients": 1e-2}``.  The error of the gradients is that of all of them as one vector.
             Quantities without a budget are reported, and must be finite.
         low: the low dtype.
-        held_out: number of batches, the last ones, that only check the result; None is a quarter, at least one.
         objects: further modules that the step uses and does not reach by its closure, its arguments or its globals.
 
     Returns:
@@ -66,7 +65,7 @@ def search(
     """
     program = TorchProgram(uncompiled(step), list(batches), objects, low)
     with program.prepared():
-        return fronts.searched(program, budget=budget, held_out=held_out, device=str(program.device))
+        return fronts.searched(program, budget=budget, device=str(program.device))
 
 
 class TorchProgram(fronts.MeasuredProgram):

@@ -20,13 +20,26 @@ from typing import Final, TypeAlias
 from xla_amp.common import progress
 from xla_amp.errors import SearchError
 from xla_amp.tools.explain import paths
-from xla_amp.tools.search.candidates import Candidate
 
 Plan: TypeAlias = frozenset[str]
 """Names of the candidates that run low; the others run in float32."""
 
 SMALL: Final = 0.25
 """Equal layers whose error together is at most this share of the budget are not measured one by one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Operations of one kind in one scope."""
+
+    name: str
+    """Pattern of a rule that reaches it: ``module:h.0.attn.linear``, or ``linear`` outside scopes."""
+    scope: str = ""
+    operation: str = ""
+    flops: int = 0
+    """Of the forward pass."""
+    count: int = 1
+    """Number of operations."""
 
 
 class SearchProgram(abc.ABC):

@@ -15,8 +15,7 @@ from xla_amp.policy import Policy
 from xla_amp.policy.policy import MEASURED
 from xla_amp.tools.explain.page import Page, Report, Section
 from xla_amp.tools.search import plans
-from xla_amp.tools.search.candidates import Candidate
-from xla_amp.tools.search.planner import Found
+from xla_amp.tools.search.planner import Candidate, Found
 
 
 def shown(errors: Mapping[str, float]) -> str:
