@@ -35,7 +35,7 @@ MOVED = {
     "search": "tools.html#search",
     "device_tests": "lists/device_tests.html",
     "environment": "lists/environment.html",
-    "jax_functions": "lists/jax_functions.html",
+    "jax_functions": "jax.html#what-stays-float32",
     "lightning": "frameworks.html#lightning",
     "lowering": "source/lowering/index.html",
     "models": "source/benchmarks/results/models.html",

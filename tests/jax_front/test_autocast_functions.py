@@ -95,25 +95,3 @@ def test_values_are_close_to_float64_and_dtypes_are_kept(row, names):
     if "forward" in names:  # eagerly, without jit: the same program in parts
         once = autocast(row.function)(arrays(p, jnp.float32), arrays(x, jnp.float32))
         assert 1e-6 < distance(once, expected["forward"]) < row.tolerance  # a float32 run would be closer
-
-
-# `jax.check_tracer_leaks` reports no leak of autocast, so a user can look for leaks of the program.
-
-LEAKY = ("softmax_mixture", "nested_jit", "scan_over_layers", "fori", "branch", "scan_of_remat", "own_jvp", "own_vjp")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("row", [row for row in TABLE if row.name in LEAKY], ids=lambda row: row.name)
-def test_no_tracer_outlives_its_trace(row):
-    def loss(p, x):
-        return row.function(p, x).sum()
-
-    def outer(p, x):
-        return autocast(loss)(p, x)
-
-    p, x, _ = case(row)
-    p, x = arrays(p, jnp.float32), arrays(x, jnp.float32)
-    gradients = jax.jit(autocast(jax.grad(loss, 1))), jax.jit(jax.grad(outer, 1)), jax.grad(outer, 1)
-    with jax.check_tracer_leaks():
-        for call in (jax.jit(outer), autocast(loss), *gradients):
-            call(p, x)

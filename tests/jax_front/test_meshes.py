@@ -82,7 +82,7 @@ FILES = {
     "explicit": (
         "autocast_functions exact_reads precision_report",
         "autocast_contracts autocast_composition autocast_models contraction_primitives",
-        "jax_monitor jax_names jax_overflow jax_sweep loss_scale module_scopes",
+        "jax_monitor jax_names jax_overflow loss_scale module_scopes",
         "optax_wrapper parity_with_flax program_requests",
     ),
     "auto": ("autocast_contracts jax_overflow loss_scale",),
