@@ -23,7 +23,7 @@ from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
 from xla_amp.jax import compat, modules, override_scope
 from xla_amp.jax.analyses.loop_ends import solves
-from xla_amp.jax.decisions import Carry, Settings, is_castable, resolve_settings
+from xla_amp.jax.decisions import Residual, Settings, is_castable, resolve_settings
 from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
 from xla_amp.jax.interpreter import Interpreter
 from xla_amp.jax.jaxpr_analysis import has_backward
@@ -70,14 +70,13 @@ class AutocastContext:
     rules: Mapping[str, Cast] | None
     dtype: Any
     enabled: bool
-    carry: Carry
-    residual: Carry
+    residual: Residual
     strict: bool
     _open: threading.local = dataclasses.field(default_factory=threading.local, init=False)
 
     def settings(self) -> Settings:
         """The arguments, resolved for the current backend, file and environment."""
-        return resolve_settings(self.policy, self.dtype, self.carry, self.residual, self.rules)
+        return resolve_settings(self.policy, self.dtype, self.residual, self.rules)
 
     def __enter__(self) -> AutocastContext:
         if self.enabled:
@@ -114,8 +113,7 @@ def autocast(
     rules: Mapping[str, Cast] | None = None,
     dtype: Any = None,
     enabled: bool = True,
-    carry: Carry = "keep",
-    residual: Carry = "keep",
+    residual: Residual = "keep",
     strict: bool = False,
 ) -> AutocastContext: ...
 
@@ -128,8 +126,7 @@ def autocast(
     rules: Mapping[str, Cast] | None = None,
     dtype: Any = None,
     enabled: bool = True,
-    carry: Carry = "keep",
-    residual: Carry = "keep",
+    residual: Residual = "keep",
     strict: bool = False,
 ) -> AutocastFunction[_P, _R]: ...
 
@@ -141,8 +138,7 @@ def autocast(
     rules: Mapping[str, Cast] | None = None,
     dtype: Any = None,
     enabled: bool = True,
-    carry: Carry = "keep",
-    residual: Carry = "keep",
+    residual: Residual = "keep",
     strict: bool = False,
 ) -> AutocastContext | AutocastFunction[..., Any]:
     """Mixed precision for a JAX function, as a transformation or a decorator.
@@ -157,8 +153,6 @@ def autocast(
             ``gpu``; on a GPU that does not multiply it (compute capability below 8.0) float16 and an
             `AutocastWarning`.
         enabled: False switches mixed precision off inside, also within a function that is under autocast.
-        carry: ``"keep"``: loops carry the dtypes that they were written with; ``"low"``: float32 arrays that the body
-            computes in the low dtype are carried in it.
         residual: ``"keep"``: ``x + f(x)``, where a product in ``f`` depends on ``x``, has the widest dtype of both;
             ``"low"``: it is low if ``f(x)`` is, and so is a carry of a loop that is such a sum.
         strict: a rule of yours without an effect on the function is an error instead of a `RuleWarning`.
@@ -179,9 +173,8 @@ def autocast(
         >>> "bf16" in str(jax.make_jaxpr(loss)(w)), jax.grad(loss)(w).dtype
         (True, dtype('float32'))
     """
-    for name, value in (("carry", carry), ("residual", residual)):
-        if value not in get_args(Carry):
-            raise PolicyError(f"autocast({name}={value!r}): expected one of {', '.join(map(repr, get_args(Carry)))}")
+    if residual not in get_args(Residual):
+        raise PolicyError(f"autocast(residual={residual!r}): expected one of 'keep', 'low'")
     if not isinstance(enabled, bool):
         raise PolicyError(f"autocast(enabled={enabled!r}): expected True or False, got {type(enabled).__name__}")
     region = AutocastContext(
@@ -189,7 +182,6 @@ def autocast(
         rules=None if rules is None else dict(rules),
         dtype=dtype,
         enabled=enabled,
-        carry=carry,
         residual=residual,
         strict=strict,
     )
@@ -342,7 +334,7 @@ class _Program:
 
     def run(self, settings: Settings) -> Any:
         """The results, in the dtypes that the function was written with."""
-        solver = solves(self.closed.jaxpr, settings.current_policy(), settings.carry == "low")
+        solver = solves(self.closed.jaxpr, settings.current_policy())
         settings = dataclasses.replace(settings, solves=solver)
         interpreter = Interpreter(settings, HIGHER_ORDER_RULES, saves=not compat.runs_now(self._values))
         outs = arrays_of(interpreter.eval_jaxpr(self.closed, arguments(self._values)))

@@ -24,7 +24,7 @@ from xla_amp.policy.load import default_name
 from xla_amp.policy.policy import Match
 from xla_amp.policy.resolve import overridden
 
-Carry: TypeAlias = Literal["keep", "low"]
+Residual: TypeAlias = Literal["keep", "low"]
 
 _CASTABLE = frozenset(jnp.dtype(name) for name in ("float32", *LOW_DTYPES))
 """The dtypes that a cast may change: float64, complex, integers and 8-bit floats stay as they are."""
@@ -66,8 +66,7 @@ class Settings:
     policy: Policy
     low: Any
     """The low dtype, a NumPy dtype."""
-    carry: Carry = "keep"
-    residual: Carry = "keep"
+    residual: Residual = "keep"
     as_written: str = ""
     """Why all of the program stays in the dtypes that it was written with; empty if the policy decides."""
     solves: bool = False
@@ -82,7 +81,7 @@ class Settings:
 
 
 def resolve_settings(
-    policy: PolicyLike | None, dtype: Any, carry: Carry, residual: Carry, rules: Mapping[str, Cast] | None = None
+    policy: PolicyLike | None, dtype: Any, residual: Residual, rules: Mapping[str, Cast] | None = None
 ) -> Settings:
     """Resolves the arguments of `autocast` against the current backend, file and environment.
 
@@ -98,7 +97,7 @@ def resolve_settings(
             )
     chosen = default_name(jax.default_backend()) if policy in (None, policies.DEFAULT) else policy
     effective = policies.resolve(policies.load(chosen), rules)
-    return Settings(policy=effective, low=_low_dtype(effective, dtype), carry=carry, residual=residual)
+    return Settings(policy=effective, low=_low_dtype(effective, dtype), residual=residual)
 
 
 def _is_never_low(pattern: str) -> bool:

@@ -15,18 +15,15 @@ from xla_amp.policy import Policy
 from xla_amp.policy.loop_ends import LoopValues
 
 
-def ends_by_floats(eqn: Any, policy: Policy, *, low_carry: bool) -> bool:
-    """Whether the end of a ``while`` depends on a comparison of floats that low operations would change.
-
-    `low_carry`: whether what it carries may be low.
-    """
+def ends_by_floats(eqn: Any, policy: Policy) -> bool:
+    """Whether the end of a ``while`` depends on a comparison of floats that low operations would change."""
     condition, body = (eqn.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
-    return _ends_by_floats(body, condition, policy, low_carry)
+    return _ends_by_floats(body, condition, policy)
 
 
 @per_jaxpr
-def _ends_by_floats(body: Any, condition: Any, policy: Policy, low_carry: bool) -> bool:
-    inside = _Values(policy, low_carry)
+def _ends_by_floats(body: Any, condition: Any, policy: Policy) -> bool:
+    inside = _Values(policy)
     for jaxpr in (condition, body):
         inside.add(jaxpr, low=True)
         for value, held in zip(reversed(jaxpr.invars), reversed(body.outvars), strict=False):
@@ -38,16 +35,15 @@ def _ends_by_floats(body: Any, condition: Any, policy: Policy, low_carry: bool) 
         compares=inside.comparisons.__contains__,
         is_low=inside.low.__contains__,
     )
-    deciding = values.deciding(compat.variables(condition.outvars))
-    return bool(deciding) and (low_carry or values.follow_low(deciding))
+    return values.follow_low(values.deciding(compat.variables(condition.outvars)))
 
 
 @per_jaxpr
-def solves(jaxpr: Any, policy: Policy, low_carry: bool) -> bool:
+def solves(jaxpr: Any, policy: Policy) -> bool:
     """Whether a jaxpr contains a loop that `ends_by_floats`."""
     return any(
-        (node.row.kind == "while" and ends_by_floats(node.eqn, policy, low_carry=low_carry))
-        or any(solves(inner, policy, low_carry) for inner in node.inside)
+        (node.row.kind == "while" and ends_by_floats(node.eqn, policy))
+        or any(solves(inner, policy) for inner in node.inside)
         for node in nodes(jaxpr)
         if node.inside
     )
@@ -60,8 +56,8 @@ def _is_float(atom: Any) -> bool:
 class _Values:
     """What the values of jaxprs follow from; what is passed to a jaxpr from several places is one value there."""
 
-    def __init__(self, policy: Policy, low_carry: bool) -> None:
-        self._policy, self._low_carry = policy, low_carry
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
         self.sources: defaultdict[Any, list[Any]] = defaultdict(list)
         self.comparisons: set[Any] = set()
         """Booleans and integers that are made from floats."""
@@ -79,7 +75,7 @@ class _Values:
     def _add(self, node: Node, low: bool) -> None:
         eqn, kind = node.eqn, node.row.kind
         if node.inside and (inside := inside_of(eqn)).jaxprs:
-            low = low and not (kind == "while" and ends_by_floats(eqn, self._policy, low_carry=self._low_carry))
+            low = low and not (kind == "while" and ends_by_floats(eqn, self._policy))
             for value, held in (*inside.holds, *itertools.product(eqn.outvars, inside.deciding)):
                 self.sources[value].append(held)
             for jaxpr in inside.jaxprs:

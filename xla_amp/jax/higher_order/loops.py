@@ -1,6 +1,6 @@
 """Rules for ``scan`` and ``while``: dtypes of the carry, and casts of weights hoisted out of the loop.
 
-The carry keeps its dtype, or takes the low dtype if the region asks for that and the body computes it.  A float32
+The carry keeps its dtype, or takes the low dtype if it is a residual stream that the region makes low.  A float32
 weight that the body contracts is rounded once, before the loop.
 """
 
@@ -64,7 +64,7 @@ def _why_as_written(call: HigherOrderCall) -> str:
     if decision.from_user:
         return decision.why if decision.cast == "fp32" else ""
     again = settings.solves and call.inner_interpreter().backward
-    return ENDS_BY_FLOATS if again or ends_by_floats(call.eqn, policy, low_carry=settings.carry == "low") else ""
+    return ENDS_BY_FLOATS if again or ends_by_floats(call.eqn, policy) else ""
 
 
 def _traced_body(
@@ -101,13 +101,8 @@ def _traced_body(
 
     first = len(consts)
     avals = body.in_avals[first : first + len(start)]
-    if settings.as_written:
-        may_be_low: Sequence[bool] = (False,)
-    elif settings.carry == "low" or settings.residual == "keep":
-        may_be_low = [settings.carry == "low"] * len(start)
-    else:
-        may_be_low = residual_carries(body.jaxpr, first, len(start))
-    if any(may_be_low):
+    streams = settings.residual == "low" and not settings.as_written
+    if streams and any(may_be_low := residual_carries(body.jaxpr, first, len(start))):
         avals = _low_carry(avals, may_be_low, settings.low, lambda carry: trace(carry, keep=False).out_avals)
     init = [cast(value.array, aval.dtype) for value, aval in zip(start, avals, strict=True)]
     return [*hoisted, *init], trace(avals, keep=True)
