@@ -38,6 +38,11 @@ def model_and_optimizer() -> tuple[Any, Callable[[], torch.optim.Optimizer]]:
         n_layer=1, n_embd=64, n_head=4, vocab_size=WORDS, n_positions=TOKENS, bos_token_id=0, eos_token_id=0
     )
     model = GPT2LMHeadModel(config).train()
+    model.tp_plan = {
+        "transformer.wte": "embedding_rowwise",
+        **{f"transformer.h.*.{name}": "colwise" for name in ("attn.c_attn", "mlp.c_fc")},
+        **{f"transformer.h.*.{name}": "rowwise" for name in ("attn.c_proj", "mlp.c_proj")},
+    }
     return model, lambda: xla_amp.syncfree.AdamW(model.parameters(), lr=1e-3)
 
 

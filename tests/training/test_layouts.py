@@ -1,4 +1,4 @@
-"""Layouts by name: which dimension of which parameter, by names and shapes; what is not possible says so."""
+"""Layouts by name: which dimension of which parameter, by shapes and plans; what is not possible says so."""
 
 from __future__ import annotations
 
@@ -14,9 +14,16 @@ DATA, SQUARE = AbstractMesh((4,), ("data",)), AbstractMesh((4, 2), ("data", "mod
 
 
 def gpt2(words=128):
-    return transformers.GPT2LMHeadModel(
+    model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_layer=1, n_embd=64, n_head=4, vocab_size=words, n_positions=32, bos_token_id=0)
     )
+    outputs, inputs = ("attn.c_attn", "mlp.c_fc"), ("attn.c_proj", "mlp.c_proj")
+    model.tp_plan = {
+        "transformer.wte": "embedding_rowwise",
+        **{f"transformer.h.*.{name}": "colwise" for name in outputs},
+        **{f"transformer.h.*.{name}": "rowwise" for name in inputs},
+    }
+    return model
 
 
 def specs(model, mesh, recipe):
@@ -42,7 +49,7 @@ def test_a_vocabulary_that_does_not_divide_is_split_along_the_other_dimension():
     assert found.why == "65 rows do not divide: its columns are split"
 
 
-def test_tensor_parallel_by_name():
+def test_tensor_parallel_by_a_plan():
     """The weights of transformers' Conv1D are (inputs, outputs)."""
     found = short(specs(gpt2(), SQUARE, "tp"))
     assert found["wte.weight"] == ("model", None)
@@ -55,24 +62,23 @@ def test_tensor_parallel_by_name():
     assert both["mlp.c_proj.weight"] == ("model", "data")
 
 
-def test_a_plan_of_transformers_wins():
+def test_transformers_has_plans():
     config = transformers.LlamaConfig(
         num_hidden_layers=1, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=64
     )
-    model = transformers.LlamaForCausalLM(config)
-    found = specs(model, SQUARE, "tp")
+    found = specs(transformers.LlamaForCausalLM(config), SQUARE, "tp")
     assert found["model.layers.0.self_attn.q_proj.weight"].spec == ("model", None)
     assert found["model.layers.0.mlp.down_proj.weight"].spec == (None, "model")
-    model._tp_plan = {"model.layers.*.mlp.up_proj": "colwise"}
-    found = specs(model, SQUARE, "tp")
-    assert found["model.layers.0.mlp.up_proj.weight"].spec == ("model", None)
-    assert found["model.layers.0.mlp.down_proj.weight"].spec == (None, None)
+    assert found["model.norm.weight"].spec == (None,)
 
 
-def test_names_of_torch():
-    found = specs(torch.nn.TransformerEncoderLayer(64, 4, 128), SQUARE, "tp")
-    assert found["self_attn.in_proj_weight"].spec == found["linear1.weight"].spec == ("model", None)
-    assert found["self_attn.out_proj.weight"].spec == found["linear2.weight"].spec == (None, "model")
+def test_a_plan_of_a_module_of_torch():
+    """Its projections of queries, keys and values are no module."""
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128)
+    layer.tp_plan = {"self_attn.in_proj": "colwise", "linear2": "rowwise"}
+    found = specs(layer, SQUARE, "tp")
+    assert found["self_attn.in_proj_weight"].spec == ("model", None)
+    assert found["linear2.weight"].spec == (None, "model")
     assert found["self_attn.in_proj_bias"].spec == ("model",)
 
 
@@ -91,7 +97,7 @@ def mesh():
     [
         (torch.nn.Linear(2, 2), ("data",), "zero", "expected one of 'fsdp', 'tp', 'fsdp.tp', 'sequence'"),
         (torch.nn.Linear(2, 2), ("data",), "fsdp+tp", r"lacks an axis 'model'; make it with xla_amp.make_mesh"),
-        (torch.nn.Linear(2, 2), ("model",), "tp", "no parameter of Linear has a name and shape to split over the axis"),
+        (torch.nn.Linear(2, 2), ("model",), "tp", r"no parameter of Linear has a plan, .* set a plan"),
     ],
 )
 def test_what_is_not_possible(model, axes, recipe, words, mesh):

@@ -1,7 +1,6 @@
-"""Layouts by name: `shard` splits the parameters of a model over a mesh after a table, and its batches with them.
+"""Layouts by name: `shard` splits the parameters of a model over a mesh, and its batches with them.
 
-A layout decides where values are, never what they are: XLA inserts the collectives that it needs.  So a name that the
-table takes for something else costs time at most.
+A layout decides where values are, never what they are: XLA inserts the collectives that it needs.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Recipe(NamedTuple):
     """A row of `RECIPES`; the names are those of `AXES`."""
 
     parts: str
-    """The axis of the table `ROLES`; empty to leave it out."""
+    """The axis of the model's plan (``tp_plan``); empty to leave it out."""
     rest: tuple[str, ...]
     """Axes that every large parameter is split over, along another dimension; those that the mesh has."""
     batch: tuple[str, ...]
@@ -77,45 +76,8 @@ AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """What the axes of a mesh may be called.  A mesh with a single axis may give it any name."""
 
 
-class Role(NamedTuple):
-    """A row of `ROLES`."""
-
-    split: str
-    """``"outputs"``, ``"inputs"`` or ``"rows"``: which dimension of the weight."""
-    names: str
-    """Last parts of modules' names, separated by blanks."""
-    why: str
-
-
-ROLES = (
-    Role(
-        "outputs",
-        "q_proj k_proj v_proj qkv_proj c_attn query key value query_key_value q_lin k_lin v_lin qkv in_proj Wqkv",
-        "Each device projects to its heads.  Where one weight has queries, keys and values (c_attn), XLA exchanges a "
-        "part of the result.",
-    ),
-    Role(
-        "outputs",
-        "c_fc fc1 fc_in up_proj gate_proj gate_up_proj intermediate.dense lin1 wi wi_0 wi_1 dense_h_to_4h w1 w3 linear1"
-        " mlp.0",
-        "Each device computes its hidden units; the nonlinearity needs no other's.",
-    ),
-    Role(
-        "inputs",
-        "o_proj out_proj c_proj down_proj fc2 fc_out output.dense attention.dense out_lin lin2 wo dense_4h_to_h w2 "
-        "linear2 mlp.2",
-        "Each device multiplies what it has of the layer before; the products are summed over the devices.",
-    ),
-    Role(
-        "rows",
-        "wte embed_tokens word_embeddings tok_embeddings token_embedding shared embed_in lm_head embed_out",
-        "The vocabulary is the longest dimension: each device has its words, and their logits.",
-    ),
-)
-"""Tensor parallel weights by name.  A model of transformers that has a plan (``tp_plan``) is split by that plan."""
-
 _STYLES = (("embedding", "rows"), ("colwise", "outputs"), ("packed_colwise", "outputs"), ("rowwise", "inputs"))
-"""Beginnings of the styles in transformers' plans, and which dimension they split."""
+"""Beginnings of the styles in transformers' plans, and which dimension of the weight they split."""
 LEAST = 2048
 """Elements from which a parameter is split over the axes of `Recipe.rest`: gathering less costs more than it saves."""
 
@@ -165,7 +127,9 @@ def shard(model: nn.Module, mesh: Mesh, recipe: str) -> Layout:
     such tensors of what each process has.  Results of layers are split as the batch is.
 
     Args:
-        model: any module; names decide only in "tp" and "fsdp+tp" (`ROLES`, or transformers' own plan).
+        model: any module.  In "tp" and "fsdp+tp" its ``tp_plan`` decides, as models of transformers have it and others
+            may: ``model.tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}``, by names of modules;
+            "embedding_rowwise" splits the rows of a table of words.
         mesh: from `xla_amp.make_mesh`; the axes are called "data", "model", "sequence" (or as `AXES` says).
         recipe: "fsdp", "tp", "fsdp+tp" or "sequence" (`RECIPES`).
 
@@ -173,7 +137,7 @@ def shard(model: nn.Module, mesh: Mesh, recipe: str) -> Layout:
         The layout of each parameter, and why; print it.
 
     Raises:
-        ValueError: an unknown recipe, an axis that the mesh lacks, or a model of which the table knows no name.
+        ValueError: an unknown recipe, an axis that the mesh lacks, or a model without a plan for it.
         DeviceError: a parameter on another device than the CPU and the lazy one, or another mesh than before.
         EngineError: the process uses torch_xla.
 
@@ -190,8 +154,9 @@ def shard(model: nn.Module, mesh: Mesh, recipe: str) -> Layout:
     placed = list(_placed(model, mesh, RECIPES[recipe], axes))
     if RECIPES[recipe].parts and not any(axes["model"] in each.spec for each in placed):
         raise ValueError(
-            f"shard(recipe={recipe!r}): no parameter of {type(model).__name__} has a name and shape to split over the "
-            f"axis {axes['model']!r}; use 'fsdp', or xla_amp.mark_sharding on its weights"
+            f"shard(recipe={recipe!r}): no parameter of {type(model).__name__} has a plan, and a shape that divides, "
+            f"for the axis {axes['model']!r}; set a plan by names of modules, such as model.tp_plan = "
+            '{"layers.*.up": "colwise", "layers.*.down": "rowwise"}, or use \'fsdp\', or xla_amp.mark_sharding'
         )
     layout = Layout(recipe, mesh, tuple(placed), tuple(axes[name] for name in RECIPES[recipe].batch if name in axes))
     device = devices.engine().device()
@@ -262,7 +227,7 @@ def _placed(model: nn.Module, mesh: Mesh, recipe: Recipe, axes: Mapping[str, str
             if dim is not None:
                 chosen[dim], why = axes[recipe.parts], reason
             elif not rest:
-                why = reason or "the table does not name it: whole"
+                why = reason or "the plan does not name it: whole"
         if rest and value.numel() >= LEAST:
             # Of a table that is split by its rows, XLA sends whole float32 rows of all devices' tokens.
             first = 1 if isinstance(modules[name.rpartition(".")[0]], nn.Embedding) else None
@@ -284,14 +249,11 @@ def _divisible(shape: Sequence[int], taken: Sequence[spmd.Axis], parts: int, fir
 def _plan(model: nn.Module) -> _Splits:
     """Patterns of modules' names, and which dimension of their weight is split."""
     own = getattr(model, "tp_plan", None) or getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
-    found = [
+    return [
         (re.compile(re.escape(name).replace(r"\*", r"\d+") + "$"), split)
         for name, style in own.items()
         for beginning, split in _STYLES
         if str(style).startswith(beginning)
-    ]
-    return found or [
-        (re.compile(rf"(?:^|\.){re.escape(name)}$"), role.split) for role in ROLES for name in role.names.split()
     ]
 
 
@@ -338,20 +300,15 @@ def _move(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def _equalize(values: Sequence[torch.Tensor]) -> None:
-    """Gives parameters and buffers that are not the same in all processes the values of process 0."""
+    """Gives parameters and buffers the values of process 0."""
     with trace.lock:
         execute.flush()
         buffers = [tensor_io.buffer_of(value) for value in values]
         buffers = [buffer for buffer in buffers if isinstance(buffer.array, jax.Array)]
         meshes.move_to_mesh(buffers)
-        differing = [buffers[index] for index in same_values.differences([buffer.array for buffer in buffers])]
-        if differing:
-            taken = same_values.take_from_first([buffer.array for buffer in differing])
-            for buffer, array in zip(differing, taken, strict=True):
-                layout = meshes.sharding_of(buffer)
-                buffer.store(array)
-                if layout is not None:
-                    meshes.set_sharding(buffer, layout)
+        whole = [buffer for buffer in buffers if buffer.array.is_fully_replicated]
+        for buffer, array in zip(whole, same_values.take_from_first([each.array for each in whole]), strict=True):
+            buffer.store(array)
 
 
 class _Batches:

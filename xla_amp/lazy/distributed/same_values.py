@@ -35,14 +35,17 @@ def compare_inputs(arguments: Sequence[ComparedArray]) -> None:
 
 
 def compare(arrays: Sequence[ComparedArray]) -> None:
-    """Compares the parts of arrays that several processes hold: XLA takes them to be equal, and does not check.
+    """Compares arrays that several processes hold whole: XLA takes them to be equal, and does not check.
 
     Raises:
-        EngineError: a part is not the same in all processes.
+        EngineError: one is not the same in all processes.
     """
-    differing = differences(arrays)
+    whole = [each for each in arrays if isinstance(each, np.ndarray) or each.is_fully_replicated]
+    mine = [hashlib.sha256(np.asarray(each).tobytes()).hexdigest() for each in whole]
+    found = zip(*map(json.loads, processes.rendezvous("values", json.dumps(mine).encode())), strict=True)
+    differing = [each for each, digests in zip(whole, found, strict=True) if len(set(digests)) > 1]
     if differing:
-        named = ", ".join(map(_named, (arrays[index] for index in differing[:_LISTED])))
+        named = ", ".join(map(_named, differing[:_LISTED]))
         more = f" and {len(differing) - _LISTED} more" if len(differing) > _LISTED else ""
         raise EngineError(
             f"the processes of one mesh have different values for {named}{more}, where each holds the same part: make "
@@ -57,47 +60,15 @@ def _named(value: ComparedArray) -> str:
     return "the Python numbers" if value.dtype == np.float64 else "the seed of random numbers or another Python integer"
 
 
-def differences(arrays: Sequence[ComparedArray]) -> list[int]:
-    """Indices of the arrays of which two processes hold different bits for the same part.  All processes call it."""
-    mine = [_digests(array) for array in arrays]
-    everybody = [json.loads(text) for text in processes.rendezvous("values", json.dumps(mine).encode())]
-    found: list[int] = []
-    for index in range(len(arrays)):
-        parts: dict[str, str] = {}
-        for theirs in everybody:
-            for part, digest in theirs[index].items():
-                if parts.setdefault(part, digest) != digest and found[-1:] != [index]:
-                    found.append(index)
-    return found
-
-
-def _digests(array: ComparedArray) -> dict[str, str]:
-    """By part of the array, of parts that another process may hold too."""
-    if isinstance(array, np.ndarray):
-        return {"": _digest(array)}
-    parts = {str(shard.index): shard for shard in array.addressable_shards}
-    owners: dict[str, set[int]] = {}
-    device: jax.Device
-    for device, index in array.sharding.devices_indices_map(array.shape).items():
-        owners.setdefault(str(index), set()).add(device.process_index)
-    return {part: _digest(np.asarray(shard.data)) for part, shard in parts.items() if len(owners[part]) > 1}
-
-
-def _digest(value: np.ndarray) -> str:
-    return hashlib.sha256(value.tobytes()).hexdigest()[:16]
-
-
 def take_from_first(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """The arrays, which every process has whole, with the values of process 0.  All processes call it."""
     from jax.experimental import multihost_utils
 
     with private_api.x64():
-        result: list[jax.Array] = []
-        for array in arrays:
-            bits = np.atleast_1d(np.asarray(array)).view(np.uint8)
-            sent = np.asarray(multihost_utils.broadcast_one_to_all(bits))
-            result.append(mesh.put(sent.view(array.dtype).reshape(array.shape)))
-        return result
+        bits = [np.atleast_1d(np.asarray(array)).view(np.uint8) for array in arrays]
+        sent = multihost_utils.broadcast_one_to_all(bits) if bits else []
+        pairs = zip(arrays, map(np.asarray, sent), strict=True)
+        return [mesh.put(each.view(array.dtype).reshape(array.shape)) for array, each in pairs]
 
 
 def one_stream() -> None:

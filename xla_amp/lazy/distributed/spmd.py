@@ -222,32 +222,18 @@ def global_batch(batch: Any, mesh: Mesh, spec: Sequence[Axis]) -> Any:
             return value
         if value.device.type != "cpu":
             raise DeviceError(f"global_batch() expects tensors on the CPU, got one on {value.device}")
-        whole, layout = _global_shape(tuple(value.shape), mesh, spec)
+        # A process's part of several: JAX checks what it joins.
+        extents = (mesh.size,) * value.dim() if meshes.spans_processes() else tuple(value.shape)
+        layout = NamedSharding(mesh, _partition("global_batch", extents, mesh, spec))
         with private_api.x64():
             local = to_numpy(value.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg())
-            array = jax.make_array_from_process_local_data(layout, local, whole)
+            array = jax.make_array_from_process_local_data(layout, local)
         metrics.host_to_device += 1
         result = transfer.wrap(array)
         meshes.set_sharding(tensor_io.buffer_of(result), layout)
         return result
 
     return trees.tree_map(spread, batch)
-
-
-def _global_shape(local: tuple[int, ...], mesh: Mesh, spec: Sequence[Axis]) -> tuple[tuple[int, ...], NamedSharding]:
-    """Shape over all processes and the layout of a tensor of which a process has a part of shape `local`."""
-    parts = _process_parts(mesh, spec, len(local))
-    whole = tuple(extent * part for extent, part in zip(local, parts, strict=True))
-    return whole, NamedSharding(mesh, _partition("global_batch", whole, mesh, spec))
-
-
-def _process_parts(mesh: Mesh, spec: Sequence[Axis], rank: int) -> list[int]:
-    """Over how many processes each dimension is split."""
-    trial = tuple(mesh.size for _ in range(rank))  # divides whatever the spec is
-    layout = NamedSharding(mesh, _partition("global_batch", trial, mesh, spec))
-    places = [place for place in layout.addressable_devices_indices_map(trial).values() if place is not None]
-    held = [{index for place in places for index in range(mesh.size)[place[dim]]} for dim in range(rank)]
-    return [mesh.size // len(indices) for indices in held]
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
