@@ -21,12 +21,11 @@ from torch import nn
 
 import xla_amp
 from xla_amp import xla_model as xm
-from xla_amp.common import config
 
 FIRST, STEPS = 4, 8
 """The step that goes another way, and how many steps there are."""
-ALONE = {"stop": 20.0, "slow": 2.0}
-"""Seconds that process 1 spends elsewhere."""
+STOPPED = 20.0
+"""Seconds that process 1 is stopped."""
 
 
 def go_another_way(case, loss):
@@ -37,16 +36,12 @@ def go_another_way(case, loss):
         raise ValueError("this one has had enough")
     elif case == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif case == "slow":
-        time.sleep(ALONE[case])
     elif case == "stop":
         Path(f"{case}.stopped").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def train(case, rank):
-    if case == "version" and rank == 1:
-        config.version = lambda: "0.0.1"
     device = xla_amp.xla_device()
     torch.manual_seed(0)
     model = nn.Linear(8, 8).to(device)
@@ -104,7 +99,7 @@ def wake(case):
     file = Path(f"{case}.stopped")
     while not file.exists():
         time.sleep(0.1)
-    time.sleep(max(0.0, file.stat().st_mtime + ALONE[case] - time.time()))
+    time.sleep(max(0.0, file.stat().st_mtime + STOPPED - time.time()))
     os.kill(int(file.read_text()), signal.SIGCONT)
 
 

@@ -38,13 +38,12 @@ def says(found, *words):
 
 
 def test_a_process_that_alone_has_a_new_program_ends_early_or_fails_is_named():
-    found = run(40, "read", "shape", "end", "kill", "kill first", "raise", "version")
+    found = run(40, "read", "shape", "end", "kill", "kill first", "raise")
     waited = "EngineError: process 1 waited in vain for process 0 at 'a new program'"
     for case in ("read", "shape"):  # the other runs its known program
         other, alone = found[case]
         says(alone, waited, "(XLA_AMP_TIMEOUT is 40 s", "disagree_program.py:", ": xla_amp.sync(wait=True); ")
         says(other, "StepFailedError: ", "process 1 (", f"has failed ({waited}")
-    says(found["end"][1], "process 1 (", "has ended and waits for process 0 (", "such as more batches")
     for each in found["end"]:  # JAX's
         says(each, "The first task at the barrier: 1. Some timed out task names:")
     for status, _, text in (found["kill"][0], found["kill first"][1]):  # the connection's error, or JAX's of heartbeats
@@ -54,13 +53,11 @@ def test_a_process_that_alone_has_a_new_program_ends_early_or_fails_is_named():
         )
     says(found["raise"][0], "process 1 (", "has failed (ValueError: this one has had enough)")
     says(found["raise"][1], "\nValueError: this one has had enough")
-    for rank, each in enumerate(found["version"]):
-        says(each, f"cannot train with process {1 - rank} (", "version of xla_amp is ", "'0.0.1'")
 
 
 def test_processes_that_are_slow_or_do_what_is_their_own_go_on():
     """A factor of a process's batch, and a value that it still holds when the next program could overwrite it."""
-    found = run(120, "slow", "stop", "factor", "hold", "hold, function")
+    found = run(120, "stop", "factor", "hold", "hold, function")
     for case, both in found.items():
         assert [status for status, *_ in both] == [0, 0], both
         first, second = (re.findall("finished .*", text) for _, _, text in both)

@@ -11,8 +11,6 @@ import errno
 import json
 import os
 import socket
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,8 +29,6 @@ _met: list[dict[str, str]] = []
 """Settings of each process, by rank."""
 _store: list[Any] = []
 """Keeps torch's store alive, which process 0 serves."""
-_PATIENCE = 10
-"""Seconds after which a process that has ended tells for whom it waits."""
 
 # ---- at start --------------------------------------------------------------------------------------------------------
 
@@ -191,26 +187,10 @@ def ended() -> list[str]:
         return []
 
 
-def leave(process: Process, reason: str, *, failed: bool) -> None:
-    """Tells the others that this process ends.
-
-    One that ends well waits for the others in JAX's exit handler, up to the timeout: here it tells for whom.
-    """
-    client, rank = private_api.coordinator(), process.rank
+def leave(process: Process, reason: str) -> None:
+    """Tells the others that this process ends."""
     with contextlib.suppress(Exception):  # the coordinator has ended
-        client.key_value_set(f"xla_amp/ended/{rank}", f"{name_of(rank)} {reason}")
-        if not failed:
-            until = time.monotonic() + _PATIENCE
-            for other in range(process.world_size):
-                left = max(1, int(1000 * (until - time.monotonic())))
-                try:
-                    client.blocking_key_value_get(f"xla_amp/ended/{other}", left)
-                except jax.errors.JaxRuntimeError:
-                    sys.stderr.write(
-                        f"xla_amp: {name_of(rank)} has ended and waits for {name_of(other)}, up to XLA_AMP_TIMEOUT: if "
-                        "that one waits in a program, it runs more of them than this one, such as more batches\n"
-                    )
-                    return
+        private_api.coordinator().key_value_set(f"xla_amp/ended/{process.rank}", f"{name_of(process.rank)} {reason}")
 
 
 def wait_for(client: Any, process: Process, key: str, rank: int, what: str, *, binary: bool = False) -> Any:

@@ -88,7 +88,7 @@ def _leave() -> None:
     process, failure = cluster.place(), _failure or getattr(sys, "last_value", None)
     assert process is not None  # noqa: S101  (`join`)
     reason = "has ended" if failure is None else f"has failed ({type(failure).__name__}: {failure})"
-    consistency.leave(process, reason, failed=failure is not None)
+    consistency.leave(process, reason)
     if failure is not None:
         exit_failed()
 
