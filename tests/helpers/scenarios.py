@@ -21,9 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-Start = Literal["launch", "group", "script", "here"]
-"""By `xla_amp.launch`; as torchrun does, in a process group of the backend "xla_amp"; a script, as torchrun does; or
-in this process, whose variables say which one it is."""
+Start = Literal["launch", "group", "script"]
+"""By `xla_amp.launch`; as torchrun does, in a process group of the backend "xla_amp"; a script, as torchrun does."""
 
 
 def started(
@@ -119,8 +118,8 @@ def main() -> int:
     arguments = folder, world, program, scenarios
     if start in ("group", "script"):
         return fork(world, in_group if start == "group" else in_script, *arguments)
-    if start == "here" or world == 1:
-        in_process(int(os.environ.get("RANK", "0")), *arguments)
+    if world == 1:
+        in_process(0, *arguments)
     else:
         import xla_amp
 

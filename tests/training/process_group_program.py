@@ -1,6 +1,6 @@
 """What a script for torch.distributed finds in a process group of the backend "xla_amp": scenarios.
 
-Collectives, DistributedDataParallel with its buffers and hooks, `xla_model.reduce_gradients`, and what is refused.
+Collectives, DistributedDataParallel with its buffers, `xla_model.reduce_gradients`, and what is refused.
 """
 
 from __future__ import annotations
@@ -241,27 +241,3 @@ def buffers(rank, world):
     """On the device and on the CPU, by mode."""
     warnings.simplefilter("ignore", RecompileWarning)  # of torch's buckets, in the second step
     return {mode: [trained(device, rank, mode) for device in (DEVICE, "cpu")] for mode in MODES}
-
-
-def hook(rank, world):
-    """The mean of the gradients of a weight of float16 that a communication hook adds in float32, and executables."""
-
-    def add(state, bucket):
-        wide = bucket.buffer().float()
-        dist.all_reduce(wide)
-        done = torch.futures.Future()
-        done.set_result(bucket.buffer().copy_(wide / dist.get_world_size()))
-        return done
-
-    with warnings.catch_warnings(action="ignore"):  # torch's sums in 16 bits, which the hook replaces
-        model = DistributedDataParallel(nn.Linear(1, 1, bias=False).half().to(DEVICE))
-    model.register_comm_hook(None, add)
-    optimizer, counts = torch.optim.SGD(model.parameters(), 0.0), []
-    for _ in range(4):
-        with counted() as spent:
-            optimizer.zero_grad()
-            model(torch.tensor([[60000.0]]).half().to(DEVICE)).backward()
-            optimizer.step()
-            xla_amp.sync()
-        counts.append(spent.executions)
-    return {"gradient": model.module.weight.grad.item(), "counts": counts}

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import signal
-import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -132,42 +128,6 @@ def low(rank, world):
     return result
 
 
-def rows(rank, world):
-    """Steps of an embedding with sparse gradients, whose entries overlap; an infinity on one process in the third."""
-    device = xla_amp.xla_device()
-    result = {}
-    for dtype in (None, torch.bfloat16):
-        torch.manual_seed(0)
-        table = nn.Embedding(10, 4, sparse=True).to(device)
-        optimizer = xla_amp.syncfree.wrap(torch.optim.SparseAdam(table.parameters(), lr=0.1))
-        scaler = xla_amp.GradScaler(device, init_scale=16.0)
-        for step in range(4):
-            tokens, weights = rows_of(step, rank, world)
-            optimizer.zero_grad()
-            scaler.scale((table(tokens.to(device)) * weights.to(device)).sum()).backward()
-            xm.reduce_gradients(optimizer, dtype=dtype)
-            xla_amp.sync()
-            before = xla_amp.metrics()
-            scaler.step(optimizer)
-            scaler.update()
-            xla_amp.sync()
-            after = xla_amp.metrics()
-        syncs = after["host_syncs"] - before["host_syncs"]
-        result[str(dtype)] = [int(scaler.skipped_steps()), syncs, table.weight.tolist()]
-    return result
-
-
-def rows_of(step, rank, world):
-    """Tokens [4] and weights [4, 4] of one process; weights are whole numbers, which bfloat16 has."""
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(10, (4 * world,), generator=generator)
-    weights = torch.randint(-8, 9, (4 * world, 4), generator=generator).float()
-    if step == 2:
-        weights[0, 0] = float("inf")
-    part = slice(4 * rank, 4 * rank + 4)
-    return tokens[part], weights[part]
-
-
 def graph(rank, world):
     """What is said when a process goes another way, with another operation or in another policy."""
     device = xla_amp.xla_device()
@@ -218,20 +178,10 @@ def flag(rank, world):
     return seen
 
 
-def end(rank, world, how):
-    """Process 1 raises an error, or is killed, while the other waits for it."""
+def end(rank, world):
+    """Process 1 raises an error while the other waits for it."""
     device = xla_amp.xla_device()
-    if rank == 1 and how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
         raise RuntimeError("this one has had enough")
     torch.ones(2, device=device).sum().item()
     xm.rendezvous("never")
-
-
-def idle(rank, world):
-    """Started without `launch`: one process ends without a word, the other waits for no particular process."""
-    xla_amp.xla_device()
-    xm.rendezvous("all are here")
-    Path(f"ready-{rank}").touch()
-    time.sleep(200)

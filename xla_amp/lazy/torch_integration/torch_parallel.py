@@ -75,7 +75,7 @@ def _warn_of_low_sums(module: torch.nn.Module) -> None:
     if low is not None:
         events.warn(
             f"torch's DistributedDataParallel adds gradients of {low.dtype} in {low.dtype}; {_INSTEAD}, which adds "
-            "them in float32, or register a communication hook that does"
+            "them in float32"
         )
 
 
