@@ -242,6 +242,19 @@ def test_gradients_are_unscaled_whoever_unscales_them(scaled):
     assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
 
 
+def test_a_skipped_step_that_is_undone_with_its_numbers_is_an_error():
+    model = nn.Linear(3, 2).to(xla_amp.xla_device())
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), xla_amp.GradScaler()
+    monitor = xla_amp.monitor(model, optimizer, scaler)
+    with monitor.step():
+        scaler.scale(model(torch.full((1, 3), math.inf).to(xla_amp.xla_device())).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    with pytest.raises(StepError, match=r"use one of xla_amp\.syncfree, or fused=True"):
+        monitor.read()
+    monitor.close()
+
+
 def test_a_parameter_without_a_gradient_and_one_with_a_sparse_gradient(recwarn):
     model = nn.ModuleDict({"embed": nn.Embedding(4, 2, sparse=True), "head": nn.Linear(2, 1), "idle": nn.Linear(1, 1)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -50,7 +50,7 @@ class RunningStep:
         """The numbers of the step; None if the step failed.
 
         Raises:
-            StepError: the device has counted other steps than the host.
+            StepError: the device has counted other steps than the host, or a skipped step took the numbers back.
         """
         status, *losses = [None if (value := read.value()) is None else value.tolist() for read in self._reads]
         if status is None:
@@ -58,7 +58,9 @@ class RunningStep:
         if status[0] != self._number + 1:
             raise StepError(
                 f"monitor: {self._number + 1} `with monitor.step(...)` blocks have ended, and the device counts "
-                f"{status[0]:.0f} optimizer steps: put one optimizer step, with all its micro-batches, into one block"
+                f"{status[0]:.0f} optimizer steps: put one optimizer step, with all its micro-batches, into one block. "
+                "A skipped step of an optimizer that is not fused is undone with the monitor's numbers: use one of "
+                "xla_amp.syncfree, or fused=True"
             )
         for loss in losses:
             self._loss = loss[0] if isinstance(loss, list) else loss
@@ -74,7 +76,8 @@ class Monitor(HostMonitor):
     Args:
         model: in evaluation mode, or without gradients, nothing is recorded.
         optimizer: its step ends a step.
-        scaler: None records no loss scale.
+        scaler: None records no loss scale.  With one, on an XLA device, `optimizer` must be fused, as those of
+            `xla_amp.syncfree`: of another one a skipped step is undone with what the monitor has recorded.
         sinks: functions that are called with each `StepRecord`, in order.
 
     Raises:
