@@ -95,21 +95,6 @@ def _lu(a: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return factors, pivots + 1, first_true(jnp.diagonal(factors, axis1=-2, axis2=-1) == 0)
 
 
-def _lu_without_pivots(a: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    rows, columns = a.shape[-2:]
-    rank = min(rows, columns)
-
-    def eliminate(k: int, rest: jax.Array) -> jax.Array:
-        below, right = jnp.arange(rows) > k, jnp.arange(columns) > k
-        ratio = jnp.where(below, rest[..., :, k] / rest[..., k, k][..., None], 0)
-        rest = rest - ratio[..., :, None] * jnp.where(right, rest[..., k, :], 0)[..., None, :]
-        return rest.at[..., :, k].set(jnp.where(below, ratio, rest[..., :, k]))
-
-    factors = lax.fori_loop(0, rank, eliminate, a) if a.size else a
-    pivots = jnp.broadcast_to(jnp.arange(1, rank + 1, dtype=jnp.int32), (*a.shape[:-2], rank))
-    return factors, pivots, first_true(jnp.diagonal(factors, axis1=-2, axis2=-1) == 0)
-
-
 def _permutation(pivots: jax.Array, rows: int) -> jax.Array:
     """The row order that `pivots` (from 1) make of 0..rows-1."""
     if not pivots.size:
@@ -152,15 +137,14 @@ def _solve_factored(
 def lu_factor_ex(
     a: jax.Array, *, pivot: bool = True, check_errors: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return _lu(a) if pivot else _lu_without_pivots(a)
+    return _lu(a)
 
 
 @register("linalg_lu")
 @exact
-def lu(a: jax.Array, *, pivot: bool = True, outs: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    factors, pivots, _ = lu_factor_ex(a, pivot=pivot)
-    permutation, lower, upper = _unpack(factors, _permutation(pivots, a.shape[-2]))
-    return permutation if pivot else empty(outs[0]), lower, upper
+def lu(a: jax.Array, *, pivot: bool = True) -> tuple[jax.Array, jax.Array, jax.Array]:
+    factors, pivots, _ = _lu(a)
+    return _unpack(factors, _permutation(pivots, a.shape[-2]))
 
 
 @register("lu_unpack")

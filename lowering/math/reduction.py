@@ -83,13 +83,6 @@ for _name, (_extreme, _argument) in _EXTREMES.items():
     _register_extreme(_name, _extreme, _argument)
 
 
-@register("aminmax", "_aminmax", "_aminmax.dim")
-def aminmax(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Least and greatest element."""
-    axis = axes(dim, x.ndim)
-    return jnp.min(x, axis=axis, keepdims=keepdim), jnp.max(x, axis=axis, keepdims=keepdim)
-
-
 # -- truth and counts -------------------------------------------------------------------------------------------------
 
 

@@ -111,7 +111,6 @@ def test_entries(names, dtype, count, device):
 
 
 ELSEWHERE: dict[str, str] = {
-    **dict.fromkeys(("_aminmax", "_aminmax.dim"), "tests/lazy/ops/test_composites.py"),
     **dict.fromkeys(
         (
             "_thnn_fused_gru_cell",

@@ -400,10 +400,3 @@ def test_a_padded_encoder_in_inference(device):
     torch.testing.assert_close(got[~PADDING], want[~PADDING], **EXACT)
     assert not want[PADDING].any()  # torch's nested tensors; docs/limits.md
     assert got[PADDING].all()
-
-
-@pytest.mark.parametrize("arguments", [(), (1,), (0, True)])
-@pytest.mark.filterwarnings("ignore:_aminmax is deprecated")
-def test_an_operation_without_a_meta_kernel_in_any_torch(arguments, device):
-    x = torch.randn(3, 4)
-    assert_same(lambda where: torch._aminmax(x.to(where), *arguments))

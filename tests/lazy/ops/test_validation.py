@@ -89,6 +89,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "index_add_rows": lambda move: move(torch.ones(3, 2)).index_add(0, move(INTEGERS), move(torch.ones(3, 3))),
     "index_fill_matrix": lambda move: move(torch.ones(3, 3)).index_fill(0, move(INTEGERS[None]), 1.0),
     "index_reduce_bool": lambda move: move(FLAGS).index_reduce(0, move(INTEGERS), move(FLAGS), "amax"),
+    "lu_pivot": lambda move: torch.linalg.lu_factor(move(ONE), pivot=False),
     "inplace_scalar": lambda move: move(torch.ones(3, dtype=torch.int64)).mul_(0.5),
     "inplace_tensor": lambda move: move(torch.ones(3, dtype=torch.bool)).mul_(move(torch.ones(3))),
     "inplace_unary": lambda move: move(torch.ones(3, dtype=torch.int64)).sqrt_(),

@@ -59,7 +59,6 @@ REDUCED = [
 ORDERED = [
     *(row(name, "fb", lambda d: (with_nan(d),)) for name in ("amax", "amin", "max", "min", "argmax", "argmin")),
     *(row(f"{name}.dim", "fb", lambda d: (with_nan(d), -1)) for name in ("max", "min")),
-    row("aminmax", "f", lambda d: (with_nan(d),)),
     *(row("sort.stable", "fb", lambda d: (with_nan(d),), stable=True, descending=down) for down in (False, True)),
     *(row("topk", "iu", lambda d, top=top: (block(d), 2, 1, top), skip=(1,)) for top in (True, False)),
     *(row("topk", "fb", lambda d, top=top: (with_nan(d), 3, 1, top), skip=(1,)) for top in (True, False)),
@@ -73,7 +72,7 @@ ORDERED = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning", "ignore:_aminmax is deprecated:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning")
 @tables(reduced=REDUCED, ordered=ORDERED)
 def test_rows(rows):
     check_rows(rows)

@@ -255,6 +255,7 @@ RULES: Sequence[ArgumentRule] = (
     ArgumentRule("cat", "tensors", "tensors with dimensions", lambda tensors: all(x.dim() for x in tensors)),
     ArgumentRule("bucketize", "boundaries", "one dimension", lambda boundaries: boundaries.dim() == 1),
     ArgumentRule("embedding", "weight", "two dimensions", lambda weight: weight.dim() == 2),
+    ArgumentRule("linalg_lu linalg_lu_factor_ex", "pivot", "pivot=True, as on the CPU", lambda pivot: pivot),
     ArgumentRule("linalg_lstsq", "self", "two dimensions or more", lambda x: x.dim() >= 2),
     ArgumentRule(
         "linalg_lstsq",

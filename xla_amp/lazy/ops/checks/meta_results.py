@@ -185,17 +185,6 @@ def _like_the_operands(grad: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, 
     return torch.empty_like(x), torch.empty_like(grid)
 
 
-@_of("_aminmax")
-def _aminmax(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return x.new_empty(()), x.new_empty(())
-
-
-@_of("_aminmax.dim")
-def _aminmax_along(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, ...]:
-    least = aten.amin(x, [dim], keepdim)
-    return least, torch.empty_like(least)
-
-
 # -- convolutions as composites ask for them on an out-of-tree device: torch._convolution ------------------------------
 
 
