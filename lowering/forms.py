@@ -41,8 +41,6 @@ class Form(Generic[CallT]):
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     supports: Callable[[CallT], str | None] = lambda call: None
     """Why it cannot compute a call on one of its platforms, or would be slower; None if it can."""
-    cost: Callable[[CallT], int] | None = None
-    """Bytes of temporary memory of all its passes, estimated; None where no estimate is made."""
     off: str | None = None
     """Why it is left out although it computes the call, as a form that no machine has measured; `on` overrules it."""
     marks: tuple[str, ...] = ()
@@ -74,8 +72,6 @@ class Choice:
     why: str
     left_out: Mapping[str, str]
     """Form that comes before it -> why not."""
-    costs: Mapping[str, int]
-    """Form for this platform, chosen or not -> bytes of temporary memory, estimated; empty without estimates."""
 
 
 _KEPT: Final = 256
@@ -107,9 +103,6 @@ def choose(operation: str, forms: Sequence[AnyForm], call: CallT) -> AnyForm:
         form=form.name,
         why=form.why,
         left_out=MappingProxyType(left_out),
-        costs=MappingProxyType(
-            {each.name: each.cost(call) for each in forms if each.cost and call.platform in each.platforms}
-        ),
     )
     if len(_chosen) > _KEPT:
         del _chosen[next(iter(_chosen))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -80,11 +79,6 @@ class Attention:
         return self.query.shape[1] // self.key.shape[1]
 
     @property
-    def row_statistics(self) -> int:
-        """Bytes of one float32 number for each row of each head."""
-        return 4 * math.prod(self.shape[:3])
-
-    @property
     def scale(self) -> np.ndarray:
         """Factor of the scores, in their dtype."""
         value = float(self.query.shape[-1]) ** -0.5 if self.given_scale is None else self.given_scale
@@ -130,8 +124,6 @@ class AttentionForm(Form[Attention]):
         [Attention, Operand, Operand, Operand, bool], tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
     ]
     """From the gradient, output and logarithm: gradients of query, key, value and, if that is wanted, bias."""
-    cost: Callable[[Attention], int]
-    """Bytes of temporary memory of both passes, estimated."""
     min_columns: int = 0
     """Not used for fewer columns: on a TPU small score matrices stay on chip."""
 

@@ -52,14 +52,6 @@ def supports(call: Attention) -> str | None:
     return f"fewer than {min_rows} rows, or a score matrix of less than {min_bytes >> 20} MiB"
 
 
-def cost(call: Attention) -> int:
-    """Bytes of temporary memory: three matrices of a block's scores, and wide gradients of keys and values."""
-    batch, heads, rows, columns = call.shape
-    width = opmath(call.dtype).itemsize
-    sums = math.prod(call.key.shape) + math.prod(call.value.shape)
-    return width * (3 * batch * heads * min(BLOCK, rows) * columns + 2 * sums)
-
-
 def forward(call: Attention) -> tuple[jax.Array, jax.Array]:
     """(output in the operands' dtype, logsumexp)."""
     parts = []
@@ -198,5 +190,4 @@ FORM: Final = AttentionForm(
     supports=supports,
     forward=forward,
     backward=backward,
-    cost=cost,
 )

@@ -55,11 +55,6 @@ def supports(call: Attention) -> str | None:
     return None if _is_mask(call) or _skips_gradient() else "this JAX would compute the bias's gradient, too"
 
 
-def cost(call: Attention) -> int:
-    """Bytes of temporary memory: a statistic of each row in each pass."""
-    return 2 * call.row_statistics
-
-
 def forward(call: Attention) -> tuple[jax.Array, jax.Array]:
     """(output, logsumexp)."""
     with traced():
@@ -184,5 +179,4 @@ FORM: Final = AttentionForm(
     supports=supports,
     forward=forward,
     backward=backward,
-    cost=cost,
 )

@@ -10,7 +10,6 @@ finds them equal and computes them once.  In a program with one pass, no score m
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import jax
@@ -20,7 +19,7 @@ from jax import lax
 
 from xla_amp.lowering.attention.attention_call import Attention, AttentionForm, group_rows, row_maximum, sum_to
 from xla_amp.lowering.linalg.contraction import Operand
-from xla_amp.lowering.operand import Permuted, as_dtype, materialize, opmath, stored, up
+from xla_amp.lowering.operand import Permuted, as_dtype, materialize, stored, up
 
 _TOKEN_MAJOR = (0, 2, 1, 3)
 """[batch, heads, rows, features] to [batch, rows, heads, features], and back."""
@@ -36,11 +35,6 @@ class Exponentials:
         self.values = jnp.exp(scores - self.maximum)
         total = jnp.sum(self.values, -1, keepdims=True)
         self.total = jnp.where(total == 0, 1, total)
-
-
-def cost(call: Attention) -> int:
-    """Bytes of temporary memory: the weights and their gradient."""
-    return 2 * math.prod(call.shape) * opmath(call.dtype).itemsize
 
 
 def forward(call: Attention) -> tuple[jax.Array, jax.Array]:
@@ -109,5 +103,4 @@ FORM: Final = AttentionForm(
     why="fewest operations, and a program with both passes computes the weights once",
     forward=forward,
     backward=backward,
-    cost=cost,
 )

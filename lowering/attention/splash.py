@@ -67,11 +67,6 @@ def supports(call: Attention) -> str | None:
     return None if _library() else "this JAX lacks the kernel"
 
 
-def cost(call: Attention) -> int:
-    """Bytes of temporary memory: the scaled query, and two statistics of each row."""
-    return math.prod(call.query.shape) * call.dtype.itemsize + 2 * call.row_statistics
-
-
 @functools.cache
 def _library() -> Any:
     """JAX's package; None if this JAX lacks it or its backward function, which is private."""
@@ -182,5 +177,4 @@ FORM: Final = AttentionForm(
     supports=supports,
     forward=forward,
     backward=backward,
-    cost=cost,
 )

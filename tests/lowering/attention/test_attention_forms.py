@@ -172,9 +172,8 @@ def test_both_passes_drop_the_same_weights(form, monkeypatch):
     agree(got, want, TOLERANCES[jnp.float64])
 
 
-@pytest.mark.parametrize(("form", "least", "most"), [(blocked.FORM, 3, 5), (full_matrix.FORM, 12, 17)])
-def test_the_memory_of_a_form_is_near_what_the_compiler_counts(form, least, most):
-    """Linear in the length with blocks, quadratic without."""
+@pytest.mark.parametrize(("form", "least", "most"), [(blocked, 3, 5), (full_matrix, 12, 17)])
+def test_memory_is_linear_in_the_length_with_blocks_and_quadratic_without(form, least, most):
     counts = []
     for length in (1024, 4096):
         call = example(rows=length, columns=length, platform="cpu", heads=2)
@@ -185,7 +184,6 @@ def test_the_memory_of_a_form_is_near_what_the_compiler_counts(form, least, most
             return tuple(computed(form, given, grad).values())[:5]
 
         counts.append(jax.jit(step).lower(*arrays).compile().memory_analysis().temp_size_in_bytes)
-        assert 0.5 < counts[-1] / form.cost(call) < 2
     assert least < counts[1] / counts[0] < most
 
 
@@ -396,7 +394,7 @@ def test_the_form_of_a_call(changes, name):
     assert sdpa.form_of(example(**changes)).name == name
 
 
-def test_the_choice_says_what_each_form_objected_to_and_takes():
+def test_the_choice_says_what_each_form_objected_to():
     sdpa.form_of(example(platform="gpu", width_of_value=32, causal=False))
     choice = forms.chosen("scaled_dot_product_attention")[-1]
     assert choice.call == "1 x 8 heads, 1024 rows, 1024 columns, 64 features, bfloat16"
@@ -408,12 +406,6 @@ def test_the_choice_says_what_each_form_objected_to_and_takes():
     sdpa.form_of(example(platform="gpu", causal=False))
     choice = forms.chosen("scaled_dot_product_attention")[-1]
     assert choice.form == "cudnn"
-    # A float32 number for each of 8 x 1024 rows is 32 KiB, and one for each of 1024 scores of each row 32 MiB.
-    assert dict(choice.costs) == {
-        "cudnn": 2 * 32 * 1024,
-        "blocked": 3 * (32 << 20) // 8 + 2 * 2 * 4 * 8 * 1024 * 64,  # 128 rows at a time; wide keys and values
-        "full matrix": 2 * (32 << 20),
-    }
 
 
 def test_the_operation_takes_the_form_that_suits_in_both_passes(monkeypatch):
