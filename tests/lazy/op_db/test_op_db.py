@@ -153,7 +153,7 @@ def test_every_operation_has_a_row(device):
                 recorded |= {node.instruction.name for node in nodes(trace.code)}
                 trace.clear()
     ours = {name for name in table() if "::" not in name}
-    assert len(recorded & ours) > 400
+    assert len(recorded & ours) > 350
     assert ours - recorded - rows_of_lowerings() == set(ELSEWHERE)
 
 
