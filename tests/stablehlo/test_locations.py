@@ -17,19 +17,19 @@ def located(location: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("location", "name", "first_name", "line"),
+    ("location", "name", "line"),
     [
-        ("unknown", None, "", ""),
-        ('"f/abs"', "f/abs", "f/abs", ""),
-        ('"m.py":3:4', None, "m.py", "m.py:3"),
-        ('"f/abs"("m.py":3:4)', "f/abs", "f/abs", "m.py:3"),
-        ('callsite("g"("m.py":3:4) at "main"("run.py":1:0))', None, "g", "m.py:3"),
-        ('fused["a"("m.py":3:4), "b"]', None, "a", "m.py:3"),
-        (r'"say \"hi\""("a b.py":3:4)', r"say \22hi\22", r"say \22hi\22", "a b.py:3"),
-        (r'"not \FF UTF-8"("\FE.py":3:4)', r"not \FF UTF-8", r"not \FF UTF-8", r"\FE.py:3"),
+        ("unknown", None, ""),
+        ('"f/abs"', "f/abs", ""),
+        ('"m.py":3:4', None, "m.py:3"),
+        ('"f/abs"("m.py":3:4)', "f/abs", "m.py:3"),
+        ('callsite("g"("m.py":3:4) at "main"("run.py":1:0))', None, "m.py:3"),
+        ('fused["a"("m.py":3:4), "b"]', None, "m.py:3"),
+        (r'"say \"hi\""("a b.py":3:4)', r"say \22hi\22", "a b.py:3"),
+        (r'"not \FF UTF-8"("\FE.py":3:4)', r"not \FF UTF-8", r"\FE.py:3"),
     ],
 )
-def test_names_and_lines(location: str, name: str | None, first_name: str, line: str) -> None:
+def test_names_and_lines(location: str, name: str | None, line: str) -> None:
     _, operation = located(location)
     found = locations.of(operation)
-    assert (found.name, found.first_name, found.line, found.position) == (name, first_name, line, None)
+    assert (found.name, found.line, found.position) == (name, line, None)

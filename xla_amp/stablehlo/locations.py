@@ -40,13 +40,6 @@ class Location(NamedTuple):
         return None if found is None else found[1]
 
     @property
-    def first_name(self) -> str:
-        """The first name or file in the text, otherwise the text."""
-        found = re.search(_STRING, self.text)
-        name = self.text if found is None else found[1]
-        return "" if name == _WITHOUT_FILE else name
-
-    @property
     def line(self) -> str:
         """The innermost ``file:line``; empty without one.
 

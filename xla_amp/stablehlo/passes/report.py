@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -98,10 +97,6 @@ class ConversionReport:
     def rows(self) -> list[dict[str, Any]]:
         """One flat dict for each decision: ``pandas.DataFrame(report.rows())``."""
         return [each.row() for each in self.operations]
-
-    def to_json(self, indent: int | None = None) -> str:
-        """Summary and decisions as JSON."""
-        return json.dumps({"summary": self.summary(), "operations": self.rows()}, indent=indent)
 
     def facts(self) -> dict[str, str]:
         """Policy and casts as text."""
