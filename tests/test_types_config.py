@@ -102,7 +102,6 @@ def test_platform(monkeypatch, ours, pjrt, expected):
         ("XLA_AMP_TAPE_LIMIT", "many", config.tape_limit, "'many': expected a whole number of operations, at least 1"),
         ("XLA_AMP_EAGER", "yes", config.eager, "'yes': expected one of 0, 1"),
         ("XLA_AMP_HUGGINGFACE", "yes", config.huggingface, "'yes': expected one of 0, 1"),
-        ("XLA_AMP_CPU_TRAINING", "1", config.warns_of_cpu_training, "'1': expected one of warn, allow"),
         ("XLA_AMP_TAPE_LIMIT", "0", config.tape_limit, "'0': expected a whole number of operations, at least 1"),
         ("XLA_AMP_COMPILER_OPTIONS", "xla_one", config.compiler_options, "'xla_one': expected name=value"),
         (

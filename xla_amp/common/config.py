@@ -35,7 +35,6 @@ COORDINATOR: Final = "XLA_AMP_COORDINATOR"
 TIMEOUT: Final = "XLA_AMP_TIMEOUT"
 ALONE: Final = "XLA_AMP_ALONE"
 DEBUG: Final = "XLA_AMP_DEBUG"
-CPU_TRAINING: Final = "XLA_AMP_CPU_TRAINING"
 PROGRAM_MEMORY: Final = "XLA_AMP_PROGRAM_MEMORY"
 HUGGINGFACE: Final = "XLA_AMP_HUGGINGFACE"
 
@@ -138,11 +137,6 @@ def xla_environment() -> dict[str, str]:
 def shows_progress() -> bool:
     """``XLA_AMP_PROGRESS``: whether long calls and compilations say what they do: ``on`` (default) or ``off``."""
     return _choice(PROGRESS, ("on", "off"), "on") == "on"
-
-
-def warns_of_cpu_training() -> bool:
-    """``XLA_AMP_CPU_TRAINING``: ``warn`` (default) of models that train on the CPU beside the device, or ``allow``."""
-    return _choice(CPU_TRAINING, ("warn", "allow"), "warn") == "warn"
 
 
 def debug() -> frozenset[Debug]:

@@ -23,7 +23,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim
 
 from xla_amp.backends import dynamo, initial_state
-from xla_amp.common import config, events
+from xla_amp.common import events
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute, memory_layout
@@ -335,10 +335,8 @@ def stepped(optimizer: torch.optim.Optimizer) -> None:
     if elements < LEAST_ELEMENTS or any(p.device.type != "cpu" for p in parameters):
         return
     device_was_used()
-    if config.warns_of_cpu_training():
-        events.warn(
-            f"{type(optimizer).__name__} has made {STEPS} steps on {elements} parameters that are on the CPU, and none "
-            "has been made on the XLA device that this program started. Move the model with "
-            "model.to(xla_amp.xla_device()) before the optimizer is built, or tell the framework the device; "
-            f"{config.CPU_TRAINING}=allow silences this",
-        )
+    events.warn(
+        f"{type(optimizer).__name__} has made {STEPS} steps on {elements} parameters that are on the CPU, and none has "
+        "been made on the XLA device that this program started. Move the model with model.to(xla_amp.xla_device()) "
+        "before the optimizer is built, or tell the framework the device"
+    )
