@@ -44,7 +44,8 @@ def test_a_bad_step_is_named_and_found():
             with recorder.step() as running:
                 running.loss = step(*moved)
             xla_amp.sync()
-    assert recorder.read().of("skipped") == [number == BAD for number in range(BAD + 3)]
+        found = recorder.read()
+    assert found.of("skipped") == [number == BAD for number in range(BAD + 3)]
     recorder.close()
     report = xla_amp.find_overflow(step, *[tensor.to("xla") for tensor in batches(BAD + 1)[BAD]])
     assert report.scale == 4.0
