@@ -33,6 +33,11 @@ class _Decides(enum.Enum):
     HOST = enum.auto()
 
 
+@events.Point
+def left_out(optimizer: Optimizer, found_inf: torch.Tensor) -> None:
+    """The step of `optimizer` is not called, because the host has read `found_inf`."""
+
+
 _decides: weakref.WeakKeyDictionary[Optimizer, _Decides] = weakref.WeakKeyDictionary()
 
 
@@ -60,6 +65,7 @@ def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Calla
         if on_torch_xla or decides is _Decides.DEVICE or (decides is None and initial_state.has_torchs_step(optimizer)):
             return _undone(optimizer, found_inf, step)
         if found_inf.item():
+            left_out(optimizer, found_inf)
             return None
         return step() if decides is _Decides.HOST else _watched(optimizer, step)
 

@@ -242,16 +242,39 @@ def test_gradients_are_unscaled_whoever_unscales_them(scaled):
     assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
 
 
-def test_a_skipped_step_that_is_undone_with_its_numbers_is_an_error():
-    model = nn.Linear(3, 2).to(xla_amp.xla_device())
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), xla_amp.GradScaler()
+class _Counting(torch.optim.SGD):
+    """One that is not torch's, and counts on the host: a scaler reads whether to call it."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        return super().step(closure)
+
+
+@pytest.mark.filterwarnings("ignore:monitor", "ignore:_Counting keeps state")
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, xla_amp.syncfree.SGD, _Counting])
+def test_a_skipped_step_is_recorded_whoever_skips_it(make, capture):
+    device = xla_amp.xla_device()
+    model = nn.Linear(3, 2).to(device)
+    optimizer, scaler = make(model.parameters(), lr=0.1), xla_amp.GradScaler(device.type, init_scale=8.0)
     monitor = xla_amp.monitor(model, optimizer, scaler)
-    with monitor.step():
-        scaler.scale(model(torch.full((1, 3), math.inf).to(xla_amp.xla_device())).sum()).backward()
+
+    def train(x):
+        optimizer.zero_grad()
+        scaler.scale(model(x).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-    with pytest.raises(StepError, match=r"use one of xla_amp\.syncfree, or fused=True"):
-        monitor.read()
+
+    train = xla_amp.compile(train) if capture and make is not _Counting else train
+    for number in range(6):
+        with monitor.step():
+            train(torch.full((1, 3), math.inf if number in (1, 4) else 1.0).to(device))
+    steps = monitor.read().steps
+    assert [step.skipped for step in steps] == [number in (1, 4) for number in range(6)]
+    assert [step.loss_scale for step in steps] == [8.0, 8.0, 4.0, 4.0, 4.0, 2.0]
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
     monitor.close()
 
 

@@ -318,8 +318,8 @@ class Trace:
         """Other generators that random operations of this trace draw from."""
         self.generation = 0
         """Number of this trace; each flush starts the next one."""
-        self.guards = 0
-        """Blocks open whose writes may be undone (`rollback`)."""
+        self.guards: list[Any] = []
+        """Of the blocks open whose writes may be undone (`rollback`)."""
         self.eager = False
         """Whether each operation runs as soon as it is recorded (``XLA_AMP_EAGER``)."""
         self.limit = sys.maxsize

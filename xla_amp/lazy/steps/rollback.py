@@ -34,12 +34,18 @@ _Reference = weakref.ref[Buffer]
 def guard(tensors: Callable[[], Iterable[torch.Tensor]] = tuple) -> Iterator[Guard]:
     """Context manager with the `Guard` of its block, whose writes are recorded: `tensors` is for other engines."""
     made = Guard()
-    trace.guards += 1
+    trace.guards.append(made)
     try:
         with execute.flush_nears.subscribed(made.keep):
             yield made
     finally:
-        trace.guards -= 1
+        trace.guards.remove(made)
+
+
+def spare(*tensors: torch.Tensor) -> None:
+    """Lets the guards that are open not undo what is written to `tensors`, such as statistics of the step."""
+    for each in trace.guards:
+        each.spared.update(weakref.ref(tensor_io.buffer_of(tensor)) for tensor in tensors)
 
 
 class Guard:
@@ -49,6 +55,8 @@ class Guard:
         self._reads = metrics.host_syncs
         self._kept: dict[_Reference, Buffer] = {}
         """A written buffer -> its old value, from before a program that ran in the block."""
+        self.spared: set[_Reference] = set()
+        """Buffers whose writes stay."""
         self._begin()
 
     def _begin(self) -> None:
@@ -84,7 +92,7 @@ class Guard:
                 yield buffer, add_parameter(Buffer(buffer.spec, array=buffer.array))
 
     def _is_kept(self, buffer: Buffer) -> bool:
-        return weakref.ref(buffer) in self._kept
+        return weakref.ref(buffer) in self._kept or weakref.ref(buffer) in self.spared
 
     def waited(self) -> bool:
         """Whether the block has read a value on the host so far."""
@@ -110,7 +118,7 @@ class Guard:
             written = {
                 id(buffer): (buffer, old.number if old.number >= 0 else add_parameter(old))
                 for reference, old in self._kept.items()
-                if (buffer := reference()) is not None
+                if (buffer := reference()) is not None and reference not in self.spared
             }
             written |= {id(buffer): (buffer, number) for buffer, number in self._written()}
             for buffer, _ in written.values():

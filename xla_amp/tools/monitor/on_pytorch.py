@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from xla_amp.backends import base, devices, dynamo, module_paths
+from xla_amp.backends import base, devices, dynamo, module_paths, skip_step
 from xla_amp.backends.trees import tree_leaves
 from xla_amp.common import arguments
 from xla_amp.errors import StepError
@@ -50,7 +50,7 @@ class RunningStep:
         """The numbers of the step; None if the step failed.
 
         Raises:
-            StepError: the device has counted other steps than the host, or a skipped step took the numbers back.
+            StepError: the device has counted other steps than the host.
         """
         status, *losses = [None if (value := read.value()) is None else value.tolist() for read in self._reads]
         if status is None:
@@ -58,9 +58,7 @@ class RunningStep:
         if status[0] != self._number + 1:
             raise StepError(
                 f"monitor: {self._number + 1} `with monitor.step(...)` blocks have ended, and the device counts "
-                f"{status[0]:.0f} optimizer steps: put one optimizer step, with all its micro-batches, into one block. "
-                "A skipped step of an optimizer that is not fused is undone with the monitor's numbers: use one of "
-                "xla_amp.syncfree, or fused=True"
+                f"{status[0]:.0f} optimizer steps: put one optimizer step, with all its micro-batches, into one block"
             )
         for loss in losses:
             self._loss = loss[0] if isinstance(loss, list) else loss
@@ -76,8 +74,7 @@ class Monitor(HostMonitor):
     Args:
         model: in evaluation mode, or without gradients, nothing is recorded.
         optimizer: its step ends a step.
-        scaler: None records no loss scale.  With one, on an XLA device, `optimizer` must be fused, as those of
-            `xla_amp.syncfree`: of another one a skipped step is undone with what the monitor has recorded.
+        scaler: None records no loss scale.
         sinks: functions that are called with each `StepRecord`, in order.
 
     Raises:
@@ -146,9 +143,10 @@ class Monitor(HostMonitor):
             raise RuntimeError("monitor.step(): the step before has not ended; one `with` block holds one step")
         entry = RunningStep(self._next_step)
         self._counts = self._model.__dict__[self._flag] = True
-        self._ended, scale = 0, self._loss_scale()
+        self._ended, self._open_steps, scale = 0, 0, self._loss_scale()
         try:
-            yield entry
+            with skip_step.left_out.subscribed(self._left_out):
+                yield entry
         except BaseException:
             self._pass = {}
             self._largest.zero_()
@@ -200,6 +198,9 @@ class Monitor(HostMonitor):
         """The optimizer's step begins, with these arguments."""
         if not self._counts:
             return
+        self._open_steps += 1  # a class may call the step of its base class, which has these hooks, too
+        if self._open_steps > 1:
+            return
         self._has_closure = any(map(callable, (*args[1:], *kwargs.values())))
         if not self._has_closure:
             self._take_gradients()
@@ -209,10 +210,21 @@ class Monitor(HostMonitor):
         """The optimizer's step has ended."""
         if not self._counts:
             return
+        self._open_steps -= 1
+        if self._open_steps:
+            return
         self._ended += 1
         if self._has_closure:  # only now are there the gradients that it has used
             self._take_gradients()
         self._end(self._found_inf(), None if self._scaler is None else self._scaler._scale)
+
+    @torch.no_grad()
+    def _left_out(self, optimizer: Any, found_inf: torch.Tensor) -> None:
+        """The host has read that gradients are not finite, so the optimizer is not called."""
+        if optimizer is self._optimizer:
+            self._ended += 1
+            self._take_gradients()
+            self._end(found_inf, None if self._scaler is None else self._scaler._scale)
 
     def _loss_scale(self) -> torch.Tensor | None:
         """float32 (): a copy of the scale as a step begins; None where the scaler does not leave steps out."""
@@ -240,6 +252,10 @@ class Monitor(HostMonitor):
         numbers = torch.stack([self._status[0] + 1, self._number(skipped), self._number(scale), norm])
         self._status.copy_(torch.cat([numbers, bad, self._largest]))
         self._largest.zero_()
+        if self._device.type == base.LAZY:
+            from xla_amp.lazy.steps import rollback  # here: it starts JAX
+
+            rollback.spare(self._status, self._largest)
 
     def _found_inf(self) -> Any:
         state = {} if self._scaler is None else self._scaler._per_optimizer_states.get(id(self._optimizer), {})
