@@ -149,6 +149,9 @@ class Engine(Protocol):
         `tensors`: those that it may write to, for an engine that cannot see the writes.
         """
 
+    def spare(self, *tensors: torch.Tensor) -> None:
+        """Lets the guards that are open not undo what is written to `tensors`, such as statistics of the step."""
+
     def manual_seed(self, seed: int) -> None:
         """Seeds the device's random generator."""
 

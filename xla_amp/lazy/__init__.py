@@ -5,7 +5,7 @@ from xla_amp.lazy.ops.cast_layers import cast_layer
 from xla_amp.lazy.programs.execute import sync
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.programs.pjrt import platform
-from xla_amp.lazy.steps.rollback import guard
+from xla_amp.lazy.steps.rollback import guard, spare
 from xla_amp.lazy.steps.step_marker import step_begins
 from xla_amp.lazy.tensors.later import read_later
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -28,6 +28,7 @@ __all__ = [
     "processes",
     "read_later",
     "set_rng_state",
+    "spare",
     "step_begins",
     "sync",
     "to_device",

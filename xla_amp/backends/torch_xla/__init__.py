@@ -170,6 +170,10 @@ def guard(tensors: Callable[[], Iterable[torch.Tensor]] = tuple) -> Iterator[Gua
     yield Guard(tensors())
 
 
+def spare(*tensors: torch.Tensor) -> None:
+    """Nothing to do: a guard here undoes what is written to the tensors that it was given, and to no other."""
+
+
 # ---- random numbers --------------------------------------------------------------------------------------------------
 
 

@@ -252,10 +252,8 @@ class Monitor(HostMonitor):
         numbers = torch.stack([self._status[0] + 1, self._number(skipped), self._number(scale), norm])
         self._status.copy_(torch.cat([numbers, bad, self._largest]))
         self._largest.zero_()
-        if self._device.type == base.LAZY:
-            from xla_amp.lazy.steps import rollback  # here: it starts JAX
-
-            rollback.spare(self._status, self._largest)
+        if devices.is_xla(self._device.type):
+            devices.engine().spare(self._status, self._largest)
 
     def _found_inf(self) -> Any:
         state = {} if self._scaler is None else self._scaler._per_optimizer_states.get(id(self._optimizer), {})
