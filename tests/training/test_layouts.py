@@ -1,4 +1,4 @@
-"""Layouts by name: which dimension of which parameter, by shapes and plans; what is not possible says so."""
+"""Layouts by name: which dimension of a parameter is split, by shapes and plans; errors for what cannot be split."""
 
 from __future__ import annotations
 
