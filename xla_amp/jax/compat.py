@@ -9,7 +9,6 @@ import math
 import os
 import re
 import sys
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,11 +23,9 @@ from jax.interpreters import ad, partial_eval
 
 from xla_amp.policy import module_patterns
 
-Trace = jax.core.Trace
 Literal = extended.Literal
 ClosedJaxpr = extended.ClosedJaxpr
 Jaxpr = extended.Jaxpr
-set_current_trace = extended.set_current_trace
 
 REGION_SCOPE = "xla_amp_region"
 """Name scope of primitives that an inner region has already decided."""
@@ -277,11 +274,6 @@ def retraced() -> Any:
     return _retracing(object())
 
 
-def not_retraced() -> Any:
-    """A context inside of `retraced` in which compiled operations are those outside of it."""
-    return _retracing(None)
-
-
 def is_eager(trace: Any) -> bool:
     """Whether `trace` evaluates primitives immediately."""
     return isinstance(trace, _EvalTrace)
@@ -398,11 +390,6 @@ def jit_like(function: Any, inner: Callable[..., Any]) -> Any:
     JAX keeps these for itself, so there is no public way.
     """
     return private_pjit._cpp_pjit(inner, function._jit_info)
-
-
-def running() -> Any:
-    """The place of the running code, as an equation without anything else."""
-    return types.SimpleNamespace(source_info=source_info_util.current())
 
 
 def phase() -> str:

@@ -1,7 +1,7 @@
 """`find_overflow` for JAX: evaluate a function operation by operation; find the one that makes the first inf or NaN.
 
-`_WatchTrace` is JAX's current trace while the function runs, on concrete values.  It evaluates jaxprs of ``jit``,
-loops, branches, custom derivatives and sharded functions equation by equation, as `jax.core.eval_jaxpr` would.
+The jaxpr of the function, and those of ``jit``, loops, branches, custom derivatives and sharded functions in it, are
+evaluated equation by equation on concrete values, as `jax.core.eval_jaxpr` would.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.common import events, progress
+from xla_amp.common import progress
 from xla_amp.common.events import Place
 from xla_amp.errors import StepError
 from xla_amp.jax import compat, modules, rebind
@@ -27,16 +27,18 @@ from xla_amp.jax.primitives import info
 from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer, ProducerOperand, produced, statistics
 
 _PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
+_NUMBERS: Final = (jax.Array, np.ndarray, np.generic, float, complex)
+"""Leaves of arguments and results that can be an inf or NaN."""
 
 
 def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> OverflowReport:
     """Finds the operation of a JAX function, or of a whole training step, that produces the first inf or NaN.
 
-    Runs the function once, one operation after the other, and looks at each result: in ``jit``, ``scan`` and ``while``
-    (names the iteration), ``cond``, ``remat``, custom derivatives and ``shard_map``, forward and backward.  Under
-    `autocast` it watches what autocast computes.  A compiled function may keep more bits between operations that XLA
-    fuses, so a value that just overflows here may be finite there.  Donated arguments stay valid, and objects of
-    `flax.nnx` among the arguments keep their state; callbacks and prints run.
+    Traces the function, runs one operation after the other, and looks at each result: in ``jit``, ``scan`` and
+    ``while`` (names the iteration), ``cond``, ``remat``, custom derivatives and ``shard_map``, forward and backward.
+    Under `autocast` it watches what autocast computes.  A compiled function may keep more bits between operations that
+    XLA fuses, so a value that just overflows here may be finite there.  Donated arguments stay valid, and objects of
+    `flax.nnx` among the arguments keep their state; callbacks of JAX run.
 
     An infinity among the operands, such as a mask of ``-inf``, is not reported; a NaN computed from it is.  What the
     program was given or wrote as a constant, such as the NaN that `jax.numpy.take` puts in place of what is out of
@@ -52,7 +54,8 @@ def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
 
     Raises:
         StepError: the function runs no JAX operation that can be watched: it is a program that was compiled ahead of
-            time, or computes in another library; or the call is inside of a function that JAX traces.
+            time, or computes in another library; it reads values of arrays, so JAX cannot trace it; or the call is
+            inside of a function that JAX traces.
         TypeError: `function` is not callable.
 
     Example:
@@ -64,70 +67,41 @@ def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         raise TypeError(f"find_overflow() expects a function, got {function!r} ({type(function).__name__})")
     if isinstance(function, jax.stages.Compiled):
         raise StepError("find_overflow: a program that was compiled ahead of time has no operations; pass the function")
-    parent = compat.current_trace()
-    if not compat.is_eager(parent):
+    if not compat.is_eager(compat.current_trace()):
         raise StepError("find_overflow: called inside of a function that JAX traces; call it with concrete values")
     arguments = _nonfinite_paths((args, kwargs), "args")
-    watch = _Watch()
-    with (
-        progress.shown("find_overflow", first=3),
-        modules.functionalized(function, args, kwargs) as lifted,
-        compat.retraced(),
-        modules.named(),
-        compat.set_current_trace(_WatchTrace(parent, watch)),
-    ):
-        args = jax.tree.map(lambda leaf: leaf, lifted.args)  # variables that belong to this trace
-        result = lifted.function(*args, **lifted.kwargs)
+    with progress.shown("find_overflow", first=3), modules.functionalized(function, args, kwargs) as lifted:
+        jaxpr, tree = _traced(lifted)
+        watch = _Watch()
+        result = watch.run(jaxpr, ())
     jax.block_until_ready(result)
     if not watch.operations:
         raise StepError(
             "find_overflow: the function ran no JAX operation that can be watched. For a PyTorch step: "
             "xla_amp.find_overflow(step, ...)"
         )
-    bad = _nonfinite_paths(result, "result")
-    return watch.report(arguments, bad)
+    return watch.report(arguments, _nonfinite_paths(jax.tree.unflatten(tree, result), "result"))
 
 
-class _WatchTrace(compat.Trace):
-    """JAX's current trace while the function runs: passes each operation to `_Watch.evaluate`.
+def _traced(lifted: modules.Lifted) -> tuple[Any, Any]:
+    """The jaxpr of a call, in which its arguments are constants, and the tree of its results that are numbers."""
+    trees = []
 
-    `parent` is the trace outside, which evaluates.
-    """
+    def call() -> list[Any]:
+        args = jax.tree.map(lambda leaf: leaf, lifted.args)  # variables that belong to this trace
+        result = lifted.function(*args, **lifted.kwargs)
+        numbers = jax.tree.map(lambda leaf: leaf if isinstance(leaf, _NUMBERS) else None, result)
+        trees.append(jax.tree.structure(numbers))
+        return jax.tree.leaves(numbers)
 
-    __slots__ = ("parent", "watch")
-
-    def __init__(self, parent: Any, watch: _Watch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.parent = parent
-        self.watch = watch
-
-    def stage_value(self, value: Any) -> Any:
-        return self.parent.stage_value(value)
-
-    def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        with compat.set_current_trace(self.parent), compat.not_retraced(), self.watch.at(compat.running()):
-            outs = self.watch.evaluate(primitive, list(tracers), params)
-        return outs if primitive.multiple_results else outs[0]
-
-    def process_call(self, primitive: Any, function: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        with compat.set_current_trace(self):
-            return function.call_wrapped(*tracers)
-
-    def process_custom_call(self, primitive: Any, function: Any, *rest: Any, **params: Any) -> Any:
-        """Runs the function on the values at the end of `rest`; the rules of its derivatives are not needed."""
-        return self.process_call(primitive, function, rest[-1], params)
-
-    process_custom_jvp_call = process_custom_vjp_call = process_custom_call
-
-    def process_shard_map(
-        self, primitive: Any, function: Callable[..., Any], tracers: Sequence[Any], /, **params: Any
-    ) -> Any:
-        def run(*values: Any) -> Any:
-            with compat.set_current_trace(_WatchTrace(compat.current_trace(), self.watch)):
-                return function(*values)
-
-        with compat.set_current_trace(self.parent):
-            return self.parent.process_shard_map(primitive, run, tracers, **params)
+    try:
+        with compat.retraced(), modules.named():
+            return jax.make_jaxpr(call)(), trees[0]
+    except jax.errors.JAXTypeError as error:
+        raise StepError(
+            "find_overflow: the function reads values while it runs, so JAX cannot trace it; pass the step whose "
+            "gradients or results are not finite, as you would pass it to jax.jit"
+        ) from error
 
 
 class _Watch:
@@ -154,7 +128,7 @@ class _Watch:
         finally:
             self._loops.pop()
 
-    def look(self, primitive: Any, operands: Sequence[Any], results: Sequence[Any]) -> None:
+    def _look(self, primitive: Any, operands: Sequence[Any], results: Sequence[Any]) -> None:
         """Looks at one operation that has run."""
         self.operations += 1
         progress.tell(f"{self.operations:,} operations, now {primitive.name}")
@@ -205,47 +179,34 @@ class _Watch:
             not_watched=tuple(self._inside),
         )
 
-    def evaluate(self, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-        """The results of one primitive; looks into those that contain jaxprs."""
-        row = info(primitive.name)
-        if row.kind in rebind.BINDINGS:
-            try:
-                return _INSIDE.get(row.kind, _call)(self, params, operands)
-            except jax.errors.ConcretizationTypeError:
-                self._only_results(primitive, ": devices may take different ways in it")
-            except NotImplementedError as error:
-                self._only_results(primitive, ": " + str(error).partition("\n")[0])
-        elif row.opaque or (row.kind is None and compat.sub_jaxprs(params)):
-            self._only_results(primitive, "")
-        outs = compat.bind(primitive, operands, params)
-        self.look(primitive, operands, outs)
-        return outs
-
-    @contextlib.contextmanager
-    def at(self, eqn: Any) -> Iterator[None]:
-        """Evaluates an equation inside."""
+    def _evaluate(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        """The results of an equation; looks into those that contain jaxprs."""
         self._eqns.append(eqn)
         try:
-            yield
+            row = info(eqn.primitive.name)
+            if row.kind in rebind.BINDINGS:
+                try:
+                    return _INSIDE.get(row.kind, _call)(self, eqn.params, operands)
+                except jax.errors.ConcretizationTypeError:
+                    self._only_results(eqn.primitive, ": devices may take different ways in it")
+                except NotImplementedError as error:
+                    self._only_results(eqn.primitive, ": " + str(error).partition("\n")[0])
+            elif row.opaque or (row.kind is None and compat.sub_jaxprs(eqn.params)):
+                self._only_results(eqn.primitive, "")
+            outs = rebind.bind_as_written(eqn, operands)
+            self._look(eqn.primitive, operands, outs)
+            return outs
         finally:
             self._eqns.pop()
 
     def run(self, inner: Any, values: Sequence[Any]) -> list[Any]:
-        """The results of a jaxpr that the operation contains."""
-
-        def process(eqn: Any, operands: list[Any]) -> list[Any]:
-            with self.at(eqn):
-                return self.evaluate(eqn.primitive, operands, eqn.params)
-
-        return rebind.evaluate(inner, values, process)
+        """The results of a jaxpr."""
+        return rebind.evaluate(inner, values, self._evaluate)
 
     def _location(self) -> str:
-        """The user's ``file:line`` of the innermost equation that has one, otherwise of the code that runs."""
-        for eqn in reversed(self._eqns):
-            location = compat.location(eqn)
-            if location and not location.startswith(_PACKAGE):
-                return location
-        return events.user_location(events.LIBRARIES)
+        """The user's ``file:line`` of the innermost equation that has one; empty if none has."""
+        found = map(compat.location, reversed(self._eqns))
+        return next((each for each in found if each and not each.startswith(_PACKAGE)), "")
 
     def _only_results(self, primitive: Any, why: str) -> None:
         self._inside[f"the inside of {primitive.name} ({self._location()}){why}"] = None
@@ -364,6 +325,5 @@ def _nonfinite_paths(tree: Any, root: str) -> tuple[str, ...]:
     return tuple(
         f"{root}{jax.tree_util.keystr(path)}"
         for path, leaf in leaves
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic | float | complex)
-        and not all(bool(np.isfinite(part).all()) for part in _parts(leaf)[0])
+        if isinstance(leaf, _NUMBERS) and not all(bool(np.isfinite(part).all()) for part in _parts(leaf)[0])
     )
