@@ -165,9 +165,9 @@ def in_a_region(f):
 @pytest.mark.parametrize(
     ("step", "operation"),
     [
-        (in_a_region(lambda x: x @ x), "mm"),
+        (in_a_region(lambda x: x @ x), "matmul"),
         (in_a_region(lambda x: F.linear(x.half() * 1, x)), "_to_copy"),
-        (in_a_region(lambda x: F.linear(x / 1e9, x)), "mm"),
+        (in_a_region(lambda x: F.linear(x / 1e9, x)), "linear"),
         (lambda x: x.half() * 2, "_to_copy"),
     ],
 )

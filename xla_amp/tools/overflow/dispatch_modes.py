@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -18,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xla_amp.backends.places import LocatingMode, Place
 from xla_amp.backends.step_state import written_tensors
 from xla_amp.backends.trees import tree_leaves
+from xla_amp.common.events import DecisionRecord
 from xla_amp.tools.overflow.report import Producer, ProducerOperand, produced, statistics
 
 UNINITIALIZED: Final = frozenset(
@@ -53,12 +52,8 @@ class Magnitudes(LocatingMode):
         self._computed: list[Computed] = []
         self._magnitudes: list[torch.Tensor] = []
         """Two for each: of the operands, and of the results."""
-        self._call: tuple[FrameType | None, int] = None, 0
-        """Where the last operation was called; autocast's casts for an operation run in the call of that."""
-        self._name = ""
-        """Of the first operation of that call that is no cast."""
-        self._casts: list[int] = []
-        """Indices of the casts of that call until there is such an operation."""
+        self._decided = 0
+        """How many operations had run when autocast had done the last one."""
         self._paused = False
 
     def magnitude(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -83,23 +78,16 @@ class Magnitudes(LocatingMode):
             results = magnitude(made)
             self._computed.append(Computed(number, func, place, _written(args, kwargs)))
             self._magnitudes += [*(given or [torch.zeros_like(results)]), results]
-            self._name_casts(place)
         return result
 
-    def _name_casts(self, place: Place) -> None:
-        """Names casts that autocast has put around an operation as that, which is what the user wrote."""
-        call = _call()
-        if call[0] is not self._call[0] or call[1] != self._call[1]:
-            self._call, self._name = call, ""
-            self._casts.clear()
-        if place.operation == "_to_copy" and place.phase != "backward":
-            self._casts.append(len(self._computed) - 1)
-        else:
-            self._name = self._name or place.operation
-        while self._name and self._casts:
-            cast = self._computed[self._casts[-1]]
-            named = dataclasses.replace(cast.place, operation=self._name)
-            self._computed[self._casts.pop()] = dataclasses.replace(cast, place=named)
+    def name_casts(self, record: DecisionRecord) -> None:
+        """Names the casts that autocast has put around an operation as that, which is what the user wrote."""
+        since, self._decided = self._decided, len(self._computed)
+        for index, each in enumerate(self._computed[since:], since):
+            place = each.place
+            if (place.operation, place.location) == ("_to_copy", record.location) and place.phase != "backward":
+                named = dataclasses.replace(place, operation=record.operation)
+                self._computed[index] = dataclasses.replace(each, place=named)
 
     def read(self, more: Sequence[torch.Tensor]) -> tuple[list[Computed], list[bool]]:
         """Waits for the device, once.
@@ -152,17 +140,6 @@ class Operands(TorchDispatchMode):
             )
             for each, dtype, operands in self._found
         )
-
-
-def _call() -> tuple[FrameType | None, int]:
-    """The frame, and its instruction, that calls an operation: the innermost outside this package and torch's core."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        root, _, rest = str(frame.f_globals.get("__name__", "")).partition(".")
-        if root != "xla_amp" and not (root == "torch" and rest.startswith("_")):
-            return frame, frame.f_lasti
-        frame = frame.f_back
-    return None, 0
 
 
 def _computes(func: Any) -> bool:

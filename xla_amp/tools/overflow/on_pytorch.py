@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import module_paths
 from xla_amp.backends.step_state import reachable, restored
 from xla_amp.backends.trees import tree_leaves
-from xla_amp.common import arguments, compiling, progress
+from xla_amp.common import arguments, compiling, events, progress
 from xla_amp.errors import StepError
+from xla_amp.pytorch.autocast import operation_recorder
 from xla_amp.tools.overflow.dispatch_modes import Magnitudes, Operands, is_floating
 from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer
 
@@ -64,7 +64,7 @@ def find_overflow(
         compiling.for_few_runs(),
         contextlib.ExitStack() as stack,
     ):
-        stack.callback(module_paths.release, module_paths.acquire())
+        stack.callback(operation_recorder.stop, operation_recorder.start())
         return _find(functools.partial(step, *args, **kwargs), found)
 
 
@@ -72,7 +72,13 @@ def _find(run: Callable[[], Any], found: list[Any]) -> OverflowReport:
     scale = _scale(found)
     progress.tell("looking at what every operation reads and makes", 1, 2)
     watch = Magnitudes()
-    with restored(found), _gradients(_parameters(found), watch) as gradients, watch:
+    with (
+        restored(found),
+        _gradients(_parameters(found), watch) as gradients,
+        events.decided.subscribed(watch.name_casts),
+        events.undecided.subscribed(watch.name_casts),
+        watch,
+    ):
         returned = run()
         given_back = [watch.magnitude(leaf) for leaf in map(_as_tensor, tree_leaves(returned)) if is_floating(leaf)]
     if not watch.count:
