@@ -95,8 +95,10 @@ def clone(original: Callable[..., Any], self: Any) -> UntypedStorage:
         return transfer.tensor_over(buffer).clone().untyped_storage()
 
 
-def copy_(self: Any, source: Any) -> Any:
-    """Overwrites this storage with the bytes of another, of the same size."""
+def copy_(original: Callable[..., Any], self: Any, source: Any, non_blocking: bool | None = None) -> Any:
+    """Overwrites a storage with the bytes of another, of the same size; one of them is on the device."""
+    if self._xla_amp is None and source.device.type != DEVICE_TYPE:
+        return original(self, source, non_blocking)
     if isinstance(source, torch.storage.TypedStorage):
         source = source.untyped()
     if self.nbytes() != source.nbytes():
@@ -129,11 +131,11 @@ def write_file(original: Callable[..., None], self: Any, *args: Any) -> None:
     original(self.cpu(), *args)
 
 
-def set_from_file(original: Callable[..., None], self: Any, *args: Any) -> Any:
-    """Reads the bytes from a file (torch's old checkpoint format)."""
-    read = UntypedStorage(self.nbytes())
-    original(read, *args)
-    return self.copy_(read)
+def on_host(original: Callable[..., None], self: Any, *args: Any) -> Any:
+    """Swaps bytes, or reads them from a file (torch's old checkpoint format)."""
+    host = self.cpu()
+    original(host, *args)
+    return self.copy_(host)
 
 
 def resize_(original: Callable[..., Any], self: Any, size: int) -> Any:
@@ -145,18 +147,11 @@ def resize_(original: Callable[..., Any], self: Any, size: int) -> Any:
     )
 
 
-def byteswap(original: Callable[..., Any], self: Any, *args: Any) -> None:
-    """Swaps bytes on the host (files of a machine with the other byte order)."""
-    swapped = self.cpu()
-    original(swapped, *args)
-    self.copy_(swapped)
-
-
 METHODS: dict[str, Callable[..., Any]] = {
     "__getitem__": getitem,
     "__len__": nbytes,
-    "_byteswap": byteswap,
-    "_set_from_file": set_from_file,
+    "_byteswap": on_host,
+    "_set_from_file": on_host,
     "_write_file": write_file,
     "clone": clone,
     "data_ptr": data_ptr,

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from xla_amp.backends import dynamo
 from xla_amp.lazy.programs import pjrt
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.policy import resolve
@@ -20,24 +19,19 @@ NAMES = (DEVICE_TYPE, "xla")
 """What `torch.autocast` calls the lazy device."""
 
 
-def install() -> None:
-    """Replaces the methods of `torch.autocast`; the low dtype of this thread becomes the device's."""
-    for method in ("__enter__", "__exit__"):
-        setattr(torch.autocast, method, _for_both_names(getattr(torch.autocast, method)))
+def set_low_dtype() -> None:
+    """The low dtype of this thread becomes the device's, under both names."""
     low = getattr(torch, resolve(default_name(pjrt.platform())).low)
     for name in NAMES:
         torch.set_autocast_dtype(name, low)
 
 
-def _for_both_names(original: Any) -> Any:
-    @functools.wraps(original)
-    def method(self: Any, *error: Any) -> Any:
-        result = original(self, *error)
-        if self.device in NAMES:
-            _same_state(self.device)
-        return result
-
-    return dynamo.skip(method)
+def for_both_names(original: Callable[..., Any], self: Any, *error: Any) -> Any:
+    """A method of `torch.autocast` that begins or ends a region."""
+    result = original(self, *error)
+    if self.device in NAMES:
+        _same_state(self.device)
+    return result
 
 
 def _same_state(name: str) -> None:

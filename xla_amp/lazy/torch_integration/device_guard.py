@@ -21,8 +21,8 @@ The cure in torch is small: `type()` in C++, and no Python in functions that are
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
 import itertools
 import operator
 import threading
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import backward_threads, dynamo, module_paths
+from xla_amp.backends import backward_threads, module_paths
 from xla_amp.common import interrupts
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.programs import execute
@@ -81,7 +81,7 @@ _ASSERTION = "opt_ready_stream"
 """A word of torch's internal assertion where a node of such a device has no stream."""
 
 
-def run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     """torch's ``_engine_run_backward`` that raises the errors of hooks which `type_` took away.
 
     An error does not tell which pass it belongs to, so the passes of several threads run one after the other.  They
@@ -93,18 +93,11 @@ def run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         DeviceError: an output, or a node of the pass, is on another accelerator.
     """
-
-    @functools.wraps(original)
-    def run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        types = {x.device.type for x in outputs if isinstance(x, torch.Tensor)}
-        if not types.isdisjoint(_ACCELERATORS):
-            raise _two_accelerators(", ".join(map(repr, sorted(types & _ACCELERATORS))))
-        if DEVICE_TYPE not in types or module_paths.in_backward():
-            return _run(original, outputs, *args, **kwargs)
-        with _lock:
-            return _run(original, outputs, *args, **kwargs)
-
-    return dynamo.skip(run)
+    types = {x.device.type for x in outputs if isinstance(x, torch.Tensor)}
+    if not types.isdisjoint(_ACCELERATORS):
+        raise _two_accelerators(", ".join(map(repr, sorted(types & _ACCELERATORS))))
+    with contextlib.nullcontext() if DEVICE_TYPE not in types or module_paths.in_backward() else _lock:
+        return _run(original, outputs, *args, **kwargs)
 
 
 def _run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

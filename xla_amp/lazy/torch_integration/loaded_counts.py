@@ -6,7 +6,6 @@ the device once for each parameter.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
@@ -19,19 +18,14 @@ _COUNTS = ("step", "mu_product")
 """Names of scalar state that torch.optim's classes read on the host, unless they are capturable or fused."""
 
 
-def load_state_dict(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps `torch.optim.Optimizer.load_state_dict`: scalars that a fresh optimizer has on the host go there.
+def load_state_dict(original: Callable[..., None], self: torch.optim.Optimizer, state_dict: Any) -> None:
+    """`torch.optim.Optimizer.load_state_dict`; scalars that a fresh optimizer has on the host go there.
 
     Waits for the device once, whatever the number of parameters.
     """
-
-    @functools.wraps(original)
-    def loading(self: torch.optim.Optimizer, state_dict: Any) -> None:
-        before = [dict(group) for group in self.param_groups]
-        original(self, state_dict)
-        _to_host([*_counts(self), *_options(self, before)])
-
-    return loading
+    before = [dict(group) for group in self.param_groups]
+    original(self, state_dict)
+    _to_host([*_counts(self), *_options(self, before)])
 
 
 def _counts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[MutableMapping[str, Any], str]]:
@@ -101,20 +95,15 @@ class _Moving:
         return _Moving(self._opened.get_slice(name), self._device)
 
 
-def opening(original: Callable[..., Any]) -> Callable[..., Any]:
+def safe_open(original: Callable[..., Any], filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
     """``safetensors.safe_open`` that also takes the lazy device: ``"jax"``, ``"jax:0"``, a `torch.device`, or 0.
 
     Raises:
         DeviceError: an index that the device does not have.
     """
-
-    @functools.wraps(original)
-    def safe_open(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
-        ours = str(device).partition(":")[0] == DEVICE_TYPE or isinstance(device, int)  # torch takes 0 for our device
-        if not ours or framework not in ("pt", "torch", "pytorch"):
-            return original(filename, framework, device, **options)
-        where = torch.device(device)
-        require_here(where)
-        return _Moving(original(filename, framework, "cpu", **options), where)
-
-    return safe_open
+    ours = str(device).partition(":")[0] == DEVICE_TYPE or isinstance(device, int)  # torch takes 0 for our device
+    if not ours or framework not in ("pt", "torch", "pytorch"):
+        return original(filename, framework, device, **options)
+    where = torch.device(device)
+    require_here(where)
+    return _Moving(original(filename, framework, "cpu", **options), where)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import pkgutil
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -17,9 +18,7 @@ from typing import Any
 import torch
 import torch.autograd.graph
 import torch.utils.dlpack
-from torch.nn.modules import module as nn_module
 from torch.storage import UntypedStorage
-from torch.utils.data import DataLoader
 
 from xla_amp.backends import dynamo, torch_registration
 from xla_amp.common import interrupts
@@ -47,14 +46,33 @@ class PatchGroup:
 
     names: tuple[str, ...]
     reason: str
-    install: Callable[[], None]
+    replace: Callable[..., Any] | None = None
+    """What the attributes do, called with the old one and the arguments."""
+    install: Callable[[], None] | None = None
+    """Where they are no functions, or differ."""
 
 
 def install() -> None:
     """Installs every patch of the table, and where checkpoints are loaded to, unless `import torch` has done it."""
     torch_registration.register_location(_started)
     for patch in PATCHES:
-        patch.install()
+        if patch.install is not None:
+            patch.install()
+        if patch.replace is not None:
+            for name in patch.names:
+                _replace(name, patch.replace)
+
+
+def _replace(name: str, replace: Callable[..., Any]) -> None:
+    path, _, attribute = name.rpartition(".")
+    owner = pkgutil.resolve_name(path)
+    original = getattr(owner, attribute)
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return replace(original, *args, **kwargs)
+
+    setattr(owner, attribute, dynamo.skip(replaced))
 
 
 def _started() -> None:
@@ -65,25 +83,19 @@ def _add_buffer_attribute() -> None:
     UntypedStorage._xla_amp = None  # type: ignore[attr-defined]
 
 
-def _replace_storage_constructor() -> None:
-    original = UntypedStorage.__new__
-
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
-        if device is None or torch.device(device).type != DEVICE_TYPE:
-            return original(cls, *args, **kwargs)
-        tensor_io.require_here(torch.device(device))
-        if args and not isinstance(args[0], int):
-            return storages.from_host(UntypedStorage(*args))
-        return storages.new(args[0] if args else 0)
-
-    UntypedStorage.__new__ = new  # type: ignore[method-assign]
+def _new_storage(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
+    device = kwargs.get("device")
+    if device is None or torch.device(device).type != DEVICE_TYPE:
+        return original(cls, *args, **kwargs)
+    tensor_io.require_here(torch.device(device))
+    if args and not isinstance(args[0], int):
+        return storages.from_host(UntypedStorage(*args))
+    return storages.new(args[0] if args else 0)
 
 
 def _replace_storage_methods() -> None:
-    def replacing(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_device(ours: Callable[..., Any]) -> Callable[..., Any]:
+        def method(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
             if self._xla_amp is None:
                 return original(self, *args, **kwargs)
             return ours(original, self, *args, **kwargs)
@@ -91,21 +103,9 @@ def _replace_storage_methods() -> None:
         return method
 
     for name, ours in storages.METHODS.items():
-        setattr(UntypedStorage, name, replacing(getattr(UntypedStorage, name), ours))
-
-    copy, address = UntypedStorage.copy_, torch.Tensor.data_ptr
-
-    @functools.wraps(copy)
-    def copy_(self: Any, source: Any, non_blocking: bool | None = None) -> Any:
-        lazy = self._xla_amp is not None or source.device.type == DEVICE_TYPE
-        return storages.copy_(self, source) if lazy else copy(self, source, non_blocking)
-
-    @functools.wraps(address)
-    def data_ptr(self: torch.Tensor) -> int:
-        return storages.tensor_address(address, self)
-
-    UntypedStorage.copy_ = copy_  # type: ignore[method-assign]
-    torch.Tensor.data_ptr = data_ptr  # type: ignore[assignment,method-assign]
+        _replace(f"torch.UntypedStorage.{name}", of_device(ours))
+    _replace("torch.UntypedStorage.copy_", storages.copy_)
+    _replace("torch.Tensor.data_ptr", storages.tensor_address)
 
 
 def _register_reducers() -> None:
@@ -127,40 +127,22 @@ def _register_reducers() -> None:
         ForkingPickler.register(kind, reduce_tensor)
 
 
-def _replace_dlpack_export() -> None:
-    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def export(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == DEVICE_TYPE:
-                raise DeviceError(
-                    f"cannot export a tensor on {tensor.device} through DLPack (shape {list(tensor.shape)}): tensors "
-                    f"of the device {DEVICE_TYPE!r} hold no bytes that other libraries could read. Use tensor.cpu()"
-                )
-            return original(tensor, *args, **kwargs)
-
-        return export
-
-    torch.Tensor.__dlpack__ = refusing(torch.Tensor.__dlpack__)  # type: ignore[method-assign]
-    torch.to_dlpack = torch.utils.dlpack.to_dlpack = refusing(torch.utils.dlpack.to_dlpack)  # type: ignore[attr-defined]
+def _export_to_dlpack(original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(tensor, torch.Tensor) and tensor.device.type == DEVICE_TYPE:
+        raise DeviceError(
+            f"cannot export a tensor on {tensor.device} through DLPack (shape {list(tensor.shape)}): tensors "
+            f"of the device {DEVICE_TYPE!r} hold no bytes that other libraries could read. Use tensor.cpu()"
+        )
+    return original(tensor, *args, **kwargs)
 
 
-def _replace_script_saving() -> None:
-    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def save(self: Any, *args: Any, **kwargs: Any) -> Any:
-            tensors = (*self.parameters(), *self.buffers())
-            if any(tensor.device.type == DEVICE_TYPE for tensor in tensors):
-                raise DeviceError(
-                    f"cannot save a TorchScript module whose tensors are on {DEVICE_TYPE!r}: its file would hold no "
-                    "weights. Save module.cpu(), or module.state_dict() with torch.save"
-                )
-            return original(self, *args, **kwargs)
-
-        return save
-
-    kind: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
-    for name in ("save", "save_to_buffer"):
-        setattr(kind, name, refusing(getattr(kind, name)))
+def _save_script(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    if any(tensor.device.type == DEVICE_TYPE for tensor in (*module.parameters(), *module.buffers())):
+        raise DeviceError(
+            f"cannot save a TorchScript module whose tensors are on {DEVICE_TYPE!r}: its file would hold no "
+            "weights. Save module.cpu(), or module.state_dict() with torch.save"
+        )
+    return original(module, *args, **kwargs)
 
 
 def _replace_safe_open() -> None:
@@ -168,38 +150,27 @@ def _replace_safe_open() -> None:
         return
     import safetensors
 
-    opening = loaded_counts.opening(safetensors.safe_open)
+    opening = functools.partial(loaded_counts.safe_open, safetensors.safe_open)
     for name in ("safetensors", "safetensors.torch"):
         if name in sys.modules:
             sys.modules[name].safe_open = opening  # type: ignore[attr-defined]
 
 
-def _replace_printing() -> None:
-    original: Callable[..., str] = torch.Tensor.__repr__
-
-    @functools.wraps(original)  # type: ignore[arg-type]
-    def __repr__(self: Any, *, tensor_contents: Any = None) -> str:  # `recompile_reasons` knows what waits by this name
-        plain = type(self) in tensor_io.PLAIN
-        if tensor_contents is not None or not plain or self.device.type != DEVICE_TYPE:
-            return original(self, tensor_contents=tensor_contents)
-        text = original(self.detach().cpu() if self.is_sparse else tensor_io.to_host(self)).removesuffix(")")
-        text += f", device='{self.device}'"
-        if self.grad_fn is not None:
-            text += f", grad_fn=<{type(self.grad_fn).__name__}>"
-        elif self.requires_grad:
-            text += ", requires_grad=True"
-        return f"{text})"
-
-    torch.Tensor.__repr__ = dynamo.skip(__repr__)  # type: ignore[assignment,method-assign]
+def _print(original: Callable[..., str], self: Any, *, tensor_contents: Any = None) -> str:
+    plain = type(self) in tensor_io.PLAIN
+    if tensor_contents is not None or not plain or self.device.type != DEVICE_TYPE:
+        return original(self, tensor_contents=tensor_contents)
+    text = original(self.detach().cpu() if self.is_sparse else tensor_io.to_host(self)).removesuffix(")")
+    text += f", device='{self.device}'"
+    if self.grad_fn is not None:
+        text += f", grad_fn=<{type(self.grad_fn).__name__}>"
+    elif self.requires_grad:
+        text += ", requires_grad=True"
+    return f"{text})"
 
 
-def _replace_pin_memory() -> None:
-    original = torch.Tensor.pin_memory
-
-    def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-        return self if device is None or str(device).startswith(DEVICE_TYPE) else original(self, device)
-
-    torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment,method-assign]
+def _pin_memory(original: Callable[..., torch.Tensor], self: torch.Tensor, device: Any = None) -> torch.Tensor:
+    return self if device is None or str(device).startswith(DEVICE_TYPE) else original(self, device)
 
 
 def _replace_data() -> None:
@@ -277,94 +248,41 @@ _ACCELERATOR: dict[str, Callable[..., Any]] = {
 """C function behind ``torch.accelerator`` -> its replacement; the started lazy device is torch's only accelerator."""
 
 
-def _replace_engine_run_backward() -> None:
-    torch.autograd._engine_run_backward = device_guard.run_backward(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
-
-
 def _replace_accelerator() -> None:
     for name, function in _ACCELERATOR.items():
         if hasattr(torch._C, name):
             setattr(torch._C, name, function)
 
 
-def _replace_has_any_global_hook() -> None:
-    original: Callable[[], Any] = nn_module._has_any_global_hook
-
-    @functools.wraps(original)
-    def has_any_global_hook() -> Any:
-        return original() and private_api.hooks_of_all_modules() != [forward_hook.before_forward]
-
-    nn_module._has_any_global_hook = has_any_global_hook
+def _has_any_global_hook(original: Callable[[], Any]) -> Any:
+    return original() and private_api.hooks_of_all_modules() != [forward_hook.before_forward]
 
 
-def _replace_data_parallel_constructor() -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    DistributedDataParallel.__init__ = torch_parallel.data_parallel(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+def _compile(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return original(*args, **(options | {"backend": "xla_amp"} if options.get("backend") == "openxla" else options))
 
 
-def _replace_compile() -> None:
-    original = torch.compile
+def _step_of_scaler(
+    original: Callable[..., Any], self: Any, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    found = list(state["found_inf_per_device"].values())
+    if not all(flag.device.type == DEVICE_TYPE for flag in found):
+        return original(self, optimizer, state, *args, **kwargs)
+    from xla_amp.backends import skip_step  # optimizers that are not fused load it
 
-    @functools.wraps(original)
-    def compile(*args: Any, **options: Any) -> Any:
-        return original(*args, **(options | {"backend": "xla_amp"} if options.get("backend") == "openxla" else options))
-
-    torch.compile = compile
-
-
-def _replace_replication() -> None:
-    torch.nn.DataParallel.__init__ = torch_parallel.replicated(torch.nn.DataParallel.__init__)  # type: ignore[method-assign]
+    return skip_step.scaled_step(optimizer, found, args, kwargs)
 
 
-def _replace_device_mesh_constructor() -> None:
-    if torch.distributed.is_available():
-        mesh = torch.distributed.device_mesh.DeviceMesh
-        mesh.__init__ = torch_parallel.device_mesh(mesh.__init__)  # type: ignore[method-assign]
+def _make_state_of_scaler(original: Callable[..., None], self: Any, dev: torch.device) -> None:
+    original(self, torch.device("cpu") if dev.type == DEVICE_TYPE else dev)
+    if dev.type == DEVICE_TYPE:
+        self._scale, self._growth_tracker = self._scale.to(dev), self._growth_tracker.to(dev)
 
 
-def _replace_scaler_step() -> None:
-    original = torch.amp.GradScaler._maybe_opt_step
-
-    @functools.wraps(original)
-    def maybe_opt_step(self: Any, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        found = list(state["found_inf_per_device"].values())
-        if not all(flag.device.type == DEVICE_TYPE for flag in found):
-            return original(self, optimizer, state, *args, **kwargs)
-        from xla_amp.backends import skip_step  # optimizers that are not fused load it
-
-        return skip_step.scaled_step(optimizer, found, args, kwargs)
-
-    torch.amp.GradScaler._maybe_opt_step = maybe_opt_step  # type: ignore[assignment,method-assign]
-
-
-def _replace_scaler_state() -> None:
-    original = torch.amp.GradScaler._lazy_init_scale_growth_tracker
-
-    @functools.wraps(original)
-    def make_state(self: Any, dev: torch.device) -> None:
-        original(self, torch.device("cpu") if dev.type == DEVICE_TYPE else dev)
-        if dev.type == DEVICE_TYPE:
-            self._scale, self._growth_tracker = self._scale.to(dev), self._growth_tracker.to(dev)
-
-    torch.amp.GradScaler._lazy_init_scale_growth_tracker = make_state  # type: ignore[method-assign]
-
-
-def _replace_optimizer_loading() -> None:
-    optimizer = torch.optim.Optimizer
-    optimizer.load_state_dict = loaded_counts.load_state_dict(optimizer.load_state_dict)  # type: ignore[method-assign]
-
-
-def _replace_loader_iteration() -> None:
-    original = DataLoader.__iter__
-
-    @functools.wraps(original)
-    def iterate(self: Any) -> Any:
-        step_marker.loop_begins()
-        with forks.expected() if self.num_workers else contextlib.nullcontext():
-            return original(self)
-
-    DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+def _iterate_loader(original: Callable[..., Any], self: Any) -> Any:
+    step_marker.loop_begins()
+    with forks.expected() if self.num_workers else contextlib.nullcontext():
+        return original(self)
 
 
 PATCHES = (
@@ -378,7 +296,7 @@ PATCHES = (
         names=("torch.UntypedStorage.__new__",),
         reason="UntypedStorage(n, device='jax'), as torch.load calls it, would use an allocator that a Python device "
         "does not have (a segmentation fault).",
-        install=_replace_storage_constructor,
+        replace=_new_storage,
     ),
     PatchGroup(
         names=(
@@ -397,7 +315,7 @@ PATCHES = (
     PatchGroup(
         names=("torch.Tensor.__dlpack__", "torch.to_dlpack", "torch.utils.dlpack.to_dlpack"),
         reason="A DLPack capsule would point to no memory: torch.from_dlpack makes zeros of it.",
-        install=_replace_dlpack_export,
+        replace=_export_to_dlpack,
     ),
     PatchGroup(
         names=("torch.distributed.distributed_c10d._get_default_timeout",),
@@ -409,7 +327,7 @@ PATCHES = (
     PatchGroup(
         names=("torch.jit.RecursiveScriptModule.save", "torch.jit.RecursiveScriptModule.save_to_buffer"),
         reason="TorchScript's writer reads storages in C++, where they hold no bytes: the file would lose the weights.",
-        install=_replace_script_saving,
+        replace=_save_script,
     ),
     PatchGroup(
         names=("safetensors.safe_open", "safetensors.torch.safe_open"),
@@ -419,13 +337,13 @@ PATCHES = (
     PatchGroup(
         names=("torch.Tensor.__repr__",),
         reason="torch prints a tensor with about fourteen small reads, each of which would run a program.",
-        install=_replace_printing,
+        replace=_print,
     ),
     PatchGroup(
         names=("torch.Tensor.pin_memory",),
         reason="DataLoader(pin_memory=True) uses the accelerator's pinned allocator, which a Python device lacks "
         "(an error).",
-        install=_replace_pin_memory,
+        replace=_pin_memory,
     ),
     PatchGroup(
         names=("torch.Tensor.data", "torch._has_compatible_shallow_copy_type"),
@@ -439,59 +357,60 @@ PATCHES = (
         names=("torch.nn.modules.module._has_any_global_hook",),
         reason="A module that torch.compile made warns of global hooks in each call, also of the one that tells the "
         "lazy device where a step begins (`step_marker`).",
-        install=_replace_has_any_global_hook,
+        replace=_has_any_global_hook,
     ),
     PatchGroup(
         names=("torch.autocast.__enter__", "torch.autocast.__exit__"),
         reason="torch.autocast('xla'), as programs for torch_xla write it, would cast nothing.",
-        install=autocast_names.install,
+        replace=autocast_names.for_both_names,
+        install=autocast_names.set_low_dtype,
     ),
     PatchGroup(
         names=("torch.amp.GradScaler._maybe_opt_step",),
         reason="torch's scaler reads whether a gradient overflowed before each step of an optimizer that is not fused: "
         "a wait for the device and a second executable. Selecting old or new values needs neither.",
-        install=_replace_scaler_step,
+        replace=_step_of_scaler,
     ),
     PatchGroup(
         names=("torch.amp.GradScaler._lazy_init_scale_growth_tracker",),
         reason="Created inside the step, scale and growth tracker would make the first step a different program.",
-        install=_replace_scaler_state,
+        replace=_make_state_of_scaler,
     ),
     PatchGroup(
         names=("torch.optim.Optimizer.load_state_dict",),
         reason="Step counts that torch.load(map_location='jax') has put on the device would stay there, and each later "
-        "step would read them, one by one. Only this method knows that state was loaded.",
-        install=_replace_optimizer_loading,
+        "step would read them, one by one. Only this method knows that state was loaded_counts.",
+        replace=loaded_counts.load_state_dict,
     ),
     PatchGroup(
         names=("torch.utils.data.DataLoader.__iter__",),
         reason="Masks, averages of weights and sums that a script makes before its loop would be a part of the first "
         "step's program, and the other steps another program, as long to compile. JAX warns of every fork, also of "
         "a worker's.",
-        install=_replace_loader_iteration,
+        replace=_iterate_loader,
     ),
     PatchGroup(
         names=() if find_spec("torch_xla") else ("torch.compile",),
         reason='Scripts for torch_xla write backend="openxla", which torch registers (an error without torch_xla).',
-        install=_replace_compile,
+        replace=_compile,
     ),
     PatchGroup(
         names=("torch.nn.parallel.DistributedDataParallel.__init__",),
         reason="A script for CUDA passes device_ids=[local_rank], and a process of the device has no such index. "
         "Unused parameters are counted in pinned memory: an internal error in the backward pass.",
-        install=_replace_data_parallel_constructor,
+        replace=torch_parallel.data_parallel,
     ),
     PatchGroup(
         names=("torch.nn.DataParallel.__init__",),
         reason="Scripts for CUDA wrap their model in it, also where there is one device: it would move the model to "
         "the lazy device and split each batch by streams (an error). Without GPUs it runs the module as it is.",
-        install=_replace_replication,
+        replace=torch_parallel.replicated,
     ),
     PatchGroup(
-        names=("torch.distributed.DeviceMesh.__init__",),
+        names=("torch.distributed.DeviceMesh.__init__",) if torch.distributed.is_available() else (),
         reason="fully_shard, DTensor and tensor parallelism are built on a mesh. They resize storages and use streams, "
         "and fail in the forward pass; without a mesh they are refused at the call.",
-        install=_replace_device_mesh_constructor,
+        replace=torch_parallel.device_mesh,
     ),
     PatchGroup(
         names=("torch.Generator",),
@@ -503,7 +422,7 @@ PATCHES = (
         names=("torch.autograd._engine_run_backward",),
         reason="The device guard takes the error of a raising hook away from C++ code that would abort the process; "
         "this raises it again (`device_guard`). torch ends a pass on CUDA in an internal assertion; this refuses it.",
-        install=_replace_engine_run_backward,
+        replace=device_guard.run_backward,
     ),
     PatchGroup(
         names=("_signal.signal", "signal.getsignal"),

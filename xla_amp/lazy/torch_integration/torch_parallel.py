@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -22,51 +21,40 @@ _INSTEAD = (
 _LOW = (torch.bfloat16, torch.float16)
 
 
-def data_parallel(original: Callable[..., None]) -> Callable[..., None]:
+def data_parallel(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """torch's constructor of DistributedDataParallel: device indices of CUDA scripts become this process's device.
 
-    Raises (what is returned):
+    Raises:
         DeviceError: another device, or an argument that torch's class cannot follow here.
     """
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs)
-        given = bound.arguments
-        parameter = next(given["module"].parameters(), None) if isinstance(given["module"], torch.nn.Module) else None
-        if parameter is not None and parameter.device.type == DEVICE_TYPE:
-            for name in _PINNED:
-                if given.get(name):
-                    raise DeviceError(
-                        f"torch's DistributedDataParallel({name}=True) needs pinned memory, which the lazy XLA device "
-                        f"does not have: {_INSTEAD}, which takes parameters without gradients"
-                    )
-            if given.get("mixed_precision") is not None:
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    given = bound.arguments
+    parameter = next(given["module"].parameters(), None) if isinstance(given["module"], torch.nn.Module) else None
+    if parameter is not None and parameter.device.type == DEVICE_TYPE:
+        for name in _PINNED:
+            if given.get(name):
                 raise DeviceError(
-                    "DistributedDataParallel(mixed_precision=...) needs streams, which the lazy XLA device does not "
-                    "have: run the forward pass in xla_amp.autocast"
+                    f"torch's DistributedDataParallel({name}=True) needs pinned memory, which the lazy XLA device "
+                    f"does not have: {_INSTEAD}, which takes parameters without gradients"
                 )
-            for name in ("device_ids", "output_device"):
-                if name in given:
-                    given[name] = _here(name, given[name])
-            _warn_of_low_sums(given["module"])
-        original(*bound.args, **bound.kwargs)
+        if given.get("mixed_precision") is not None:
+            raise DeviceError(
+                "DistributedDataParallel(mixed_precision=...) needs streams, which the lazy XLA device does not "
+                "have: run the forward pass in xla_amp.autocast"
+            )
+        for name in ("device_ids", "output_device"):
+            if name in given:
+                given[name] = _here(name, given[name])
+        _warn_of_low_sums(given["module"])
+    original(*bound.args, **bound.kwargs)
 
-    return construct
 
-
-def replicated(original: Callable[..., None]) -> Callable[..., None]:
+def replicated(original: Callable[..., None], self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
     """torch's constructor of DataParallel: with one device it runs the module where that is, as without GPUs."""
-
-    @functools.wraps(original)
-    def construct(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        if torch.cuda.is_available():
-            return original(self, module, *args, **kwargs)
-        torch.nn.Module.__init__(self)
-        self.module, self.device_ids = module, []
-
-    return construct
+    if torch.cuda.is_available():
+        return original(self, module, *args, **kwargs)
+    torch.nn.Module.__init__(self)
+    self.module, self.device_ids = module, []
 
 
 def _warn_of_low_sums(module: torch.nn.Module) -> None:
@@ -93,21 +81,16 @@ def _here(name: str, value: Any) -> Any:
     return [0] * len(value) if isinstance(value, list | tuple) else 0
 
 
-def device_mesh(original: Callable[..., None]) -> Callable[..., None]:
-    """torch's constructor of a DeviceMesh, which is refused on the lazy device.
+def device_mesh(original: Callable[..., None], self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    """torch's constructor of a DeviceMesh.
 
-    Raises (what is returned):
+    Raises:
         DeviceError: a mesh of the lazy device.
     """
-
-    @functools.wraps(original)
-    def construct(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        if device_type == DEVICE_TYPE:
-            raise DeviceError(
-                "torch's DeviceMesh, and so fully_shard, distribute_tensor and tensor parallelism, do not split "
-                "tensors of the lazy XLA device: use xla_amp.shard(model, xla_amp.make_mesh({'data': 8}), 'fsdp'); for "
-                "whole replicas in several processes DistributedDataParallel"
-            )
-        original(self, device_type, *args, **kwargs)
-
-    return construct
+    if device_type == DEVICE_TYPE:
+        raise DeviceError(
+            "torch's DeviceMesh, and so fully_shard, distribute_tensor and tensor parallelism, do not split "
+            "tensors of the lazy XLA device: use xla_amp.shard(model, xla_amp.make_mesh({'data': 8}), 'fsdp'); for "
+            "whole replicas in several processes DistributedDataParallel"
+        )
+    original(self, device_type, *args, **kwargs)
