@@ -92,7 +92,7 @@ def test_the_step_stays_one_executable(device: torch.device) -> None:
 
 def test_a_watched_step_shows_that_it_looks(device: torch.device) -> None:
     """A captured step must not depend on a value unseen."""
-    with execute.flush_begins.subscribed(lambda parameters, held: None), step_marker.paused(), counted() as counts:
+    with execute.flush_begins.subscribed(lambda run: None), step_marker.paused(), counted() as counts:
         assert not MASK.to(device).all()
     assert counts.host_syncs == 1
 

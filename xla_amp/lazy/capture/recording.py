@@ -24,7 +24,7 @@ from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Buffer, Spec
 from xla_amp.lazy.programs import execute, recompile_reasons
 from xla_amp.lazy.programs.metrics import metrics
-from xla_amp.lazy.programs.observed import Run, observed
+from xla_amp.lazy.programs.observed import observed
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.torch_integration import generator
@@ -92,7 +92,7 @@ class Recording:
         for run in runs[:1]:
             self._read(run)
         for run in runs:
-            run.release()
+            run.parameters, run.targets = [], []
         return result
 
     def _steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -105,13 +105,13 @@ class Recording:
         from_host = not held and isinstance(buffer.array, jax.Array)
         return self._origins.get(reference, Buffer(buffer.spec, array=buffer.array) if from_host else reference)
 
-    def _read(self, run: Run) -> None:
+    def _read(self, run: execute.Run) -> None:
         self.run = run
         self._written = set(map(ref, run.targets))
         inputs = set(map(id, run.parameters))
         self.computed = [
             Target(ref(each), each.spec, self._origins.get(ref(each)), is_new)
-            for each, is_new in zip(run.targets, run.is_new, strict=True)
+            for each, is_new in zip(run.targets, run.made, strict=True)
             if id(each) not in inputs
         ]
         new = {target.buffer: ~at for at, target in enumerate(self.computed) if target.is_new}

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import torch
 
 from xla_amp.backends.trees import tree_flatten, tree_unflatten
@@ -40,7 +38,7 @@ class Replay:
         self.options = dict(earlier.options.items() & later.options.items())
         self._instructions = {node.instruction.id: node.instruction for node in nodes(run.key.code)}
         """Kept here, as the cache of programs may drop the program, which the next call then makes again."""
-        sources = list(zip(run.inputs, run.held, strict=True))
+        sources = list(zip(run.inputs, run.held or (), strict=True))
         self._positions = [at if isinstance(at, int) and held else None for at, held in sources]
         """The position of each input that is held there afterwards, too."""
         self._special = [index for index, position in enumerate(self._positions) if position is None]
@@ -88,7 +86,7 @@ class Replay:
             slots[at].put(None)
         make = _maker(moved, computed)
         try:
-            execute.run_program(self._execution(parameters, computed, numbers))
+            execute.run_program(self._next_run(parameters, computed, numbers))
         finally:
             for at, origin in self._bindings.items():
                 if origin is not None:
@@ -106,23 +104,23 @@ class Replay:
             return None
         return parameters
 
-    def _execution(self, parameters: list[Buffer], computed: list[Buffer], numbers: Sequence[Any]) -> execute.Execution:
+    def _next_run(self, parameters: list[Buffer], computed: list[Buffer], numbers: Sequence[Any]) -> execute.Run:
         run = self._recorded.run
         instructions.update(self._instructions)
-        floats = np.array(run.floats, np.float64)
+        floats = list(run.floats)
         for index, number in self.options.items():
             floats[index] = numbers[number]
         seed, offset = generator.state()
         streams = [(seed, offset + at) if s is None else (s, at) for s, at in self._streams]
-        return execute.Execution(
+        return execute.Run(
             key=run.key,
             parameters=parameters,
             numbers=run.numbers,
             targets=[*map(parameters.__getitem__, run.overwritten), *computed],
-            overwritten=len(run.overwritten),
+            overwritten=run.overwritten,
             floats=floats,
-            ints=np.array([*itertools.chain.from_iterable(streams), *run.ints], np.int64),
-            streams=len(streams),
+            ints=run.ints,
+            streams=streams,
             draws=self._draws,
         )
 

@@ -19,7 +19,7 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.interop.locations import Locations
 from xla_amp.lazy.programs import execute, pjrt
-from xla_amp.lazy.programs.observed import Run, observed
+from xla_amp.lazy.programs.observed import function_of, observed
 from xla_amp.lazy.tensors import tensor_io
 
 
@@ -122,7 +122,7 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
     return _assemble(run, locations, names, list(dict.fromkeys(given)), returned)
 
 
-def _only(runs: list[Run]) -> Run:
+def _only(runs: list[execute.Run]) -> execute.Run:
     """The one program that ran."""
     if not runs:
         raise CaptureError("export(): the call recorded nothing on the lazy device; are its tensors there?")
@@ -135,7 +135,7 @@ def _only(runs: list[Run]) -> Run:
 
 
 def _assemble(
-    run: Run, locations: Locations, names: dict[int, str], arguments: list[str], returned: list[tuple[str, Any]]
+    run: execute.Run, locations: Locations, names: dict[int, str], arguments: list[str], returned: list[tuple[str, Any]]
 ) -> Exported:
     parameters = {id(parameter): index for index, parameter in enumerate(run.parameters)}
     changed = [index for index, target in enumerate(run.targets) if id(target) in parameters]
@@ -145,8 +145,7 @@ def _assemble(
     order = sorted((i for i in label if label[i] is not None), key=lambda i: _rank(label[i], arguments))
     inputs = tuple(_value(str(label[i]), run.inputs[i]) for i in order)
     given = [(name, tensor, tensor_io.buffer_of(tensor)) for name, tensor in returned]
-    key = dataclasses.replace(run.key, spent=())
-    function = run.function([run.parameters[i] for i in order], key, locations.of(key.code))
+    function = function_of(run, [run.parameters[i] for i in order], locations.of(run.key.code))
     ints = np.array([*function.streams.reshape(-1), *function.ints], np.int64)
 
     def program_of_step(*values: jax.Array) -> list[jax.Array]:

@@ -22,7 +22,7 @@ from xla_amp.lazy.graph.trace import Buffer, Poisoned, add_parameter, spec, trac
 from xla_amp.lazy.interop.locations import Locations
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.programs.compile import Key
-from xla_amp.lazy.programs.observed import Function, Run
+from xla_amp.lazy.programs.observed import Function, function_of
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.torch_integration import generator
@@ -32,7 +32,7 @@ class _Placeholder:
     """The value of a buffer that is an argument."""
 
 
-def _refuse_flush(parameters: list[Buffer], held: list[bool]) -> None:
+def _refuse_flush(run: execute.Run) -> None:
     raise EngineError(
         "torch code called from JAX looked at a value (item(), bool(), a mask as an index, print or sync), but "
         "there are no values while JAX traces; compute it with torch operations, or call the module outside of JAX"
@@ -177,14 +177,18 @@ def _function(
     arguments: Sequence[Buffer],
 ) -> Function:
     """The part of the trace between two positions; `before` are earlier values, the first arguments."""
-    run = Run.now(lambda parameter, _: parameter.array)
-    if run.generators:
+    if trace.generators:
         raise EngineError(
             "a function called from JAX cannot draw from a torch.Generator, whose state would not advance with its "
             "calls: leave `generator` out, so that the function's key decides"
         )
-    run.parameters = [*before, *run.parameters[begin.parameters : end.parameters]]
-    run.inputs = [*(None for _ in before), *run.inputs[begin.parameters : end.parameters]]
-    run.floats, run.ints = run.floats[begin.floats : end.floats], run.ints[begin.ints : end.ints]
-    key = Key(code=(*(buffer.spec.parameter.id for buffer in before), *code), wanted=tuple(wanted), spent=())
-    return run.function([*before, *arguments], key, (*(None for _ in before), *places))
+    parameters = [*before, *trace.parameters[begin.parameters : end.parameters]]
+    run = execute.Run(
+        key=Key(code=(*(buffer.spec.parameter.id for buffer in before), *code), wanted=tuple(wanted), spent=()),
+        parameters=parameters,
+        floats=trace.floats[begin.floats : end.floats],
+        ints=trace.ints[begin.ints : end.ints],
+        streams=trace.streams or [generator.stream()],
+        inputs=[buffer.array for buffer in parameters],
+    )
+    return function_of(run, [*before, *arguments], (*(None for _ in before), *places))

@@ -44,18 +44,13 @@ def flush_nears() -> None:
 
 
 @events.Point
-def flush_begins(parameters: list[Buffer], held: list[bool]) -> None:
-    """Before the trace is read; may change its numbers.  `held` says which parameters have a storage."""
+def flush_begins(run: Run) -> None:
+    """Before the program of a trace is chosen; while someone listens, integers of the program stay constants."""
 
 
 @events.Point
 def program_admitted(program: XlaProgram, arguments: Sequence[Any]) -> None:
     """Before the first run of each program, with its inputs; raises to reject it."""
-
-
-@events.Point
-def flush_ends(program: XlaProgram, code: tuple[int, ...], targets: list[Buffer]) -> None:
-    """After `program` was dispatched, before the trace is cleared; `targets` get its outputs."""
 
 
 @events.Point
@@ -145,41 +140,53 @@ def clear_programs() -> None:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
-class Execution:
-    """One run of a program: what it reads and writes, and what it returned."""
+class Run:
+    """A trace, or a part of one, that runs as a program: what it reads and writes."""
 
     key: Key
     parameters: list[Buffer]
-    numbers: Sequence[int]
+    floats: list[float]
+    ints: list[int]
+    streams: list[tuple[int, int]]
+    """(seed, offset) of the random streams."""
+    numbers: list[int] = dataclasses.field(default_factory=list)
     """Number in the trace of the value of each parameter."""
-    targets: list[Buffer]
+    overwritten: list[int] = dataclasses.field(default_factory=list)
+    """The parameters that are the first of the targets, in that order."""
+    targets: list[Buffer] = dataclasses.field(default_factory=list)
     """Buffers that get the values that `key` wants: overwritten parameters first and in order, then what is computed.
 
     JAX pairs the n-th donated input of a spec with its n-th output, so that a weight's new value is written to the old
     one's memory.
     """
-    overwritten: int
-    """How many of the targets are overwritten parameters."""
-    floats: np.ndarray[Any, Any]
-    ints: np.ndarray[Any, Any]
-    """The words of the streams, then the lifted integers."""
-    streams: int
-    """Count of (seed, offset) pairs, which precede the ints."""
-    draws: int
-    """Random operations."""
+    draws: int = 0
+    """Random operations of the device's generator."""
+    generators: bool = False
+    """Whether it draws from a torch.Generator."""
     held: Sequence[bool] | None = None
     """Which parameters a storage has, so that their buffers can still be read; None if `key` is complete (a replay)."""
+    inputs: list[Any] = dataclasses.field(default_factory=list)
+    """What an observer keeps of the value of each parameter."""
+    made: list[bool] = dataclasses.field(default_factory=list)
+    """Which targets had no value before, if it is observed."""
+    where: str = ""
+    """The user's ``file:line`` that ended it, if it is observed."""
     arrays: list[Any] = dataclasses.field(default_factory=list)
-    """Of the parameters."""
+    """Of the parameters, while it runs."""
     program: XlaProgram | None = None
+    """While it runs."""
     is_new: bool = False
     """Whether the program was built for this run."""
     repeats: bool = False
     """Whether the run before had the same program."""
-    outputs: list[Any] = dataclasses.field(default_factory=list)
+
+    def numbers_as_data(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """The floats; and the words of the streams, then the integers."""
+        ints = [*itertools.chain.from_iterable(self.streams), *self.ints]
+        return np.array(self.floats, np.float64), np.array(ints, np.int64)
 
 
-def run_program(run: Execution) -> None:
+def run_program(run: Run) -> None:
     """Runs a program and stores its results; the caller holds the trace's lock.
 
     The trace, which is empty or what runs, is empty afterwards.
@@ -193,55 +200,52 @@ def run_program(run: Execution) -> None:
     try:
         _choose(run)
         with private_api.x64():
-            _launch(run)
+            outputs = _launch(run)
     except BaseException as error:
         reason = _abandon(run, error)
         if reason is error:
             raise
         raise reason from error
-    _commit(run)
+    _commit(run, outputs)
+    run.arrays, run.program = [], None
 
 
-def _recorded() -> Execution:
+def _recorded() -> Run:
     """Reads the trace; no value changes."""
     flush_nears()
-    parameters = trace.parameters
     if mesh.active is not None:
-        mesh.move_to_mesh(parameters)
-    held = [count > ALONE for count in reference_counts(parameters)]
-    computed = [buffer for reference in trace.computed if (buffer := reference()) is not None and buffer.number >= 0]
+        mesh.move_to_mesh(trace.parameters)
+    held = [count > ALONE for count in reference_counts(trace.parameters)]
+    parameters, numbers = list(trace.parameters), list(trace.parameter_numbers)
     overwritten = [
-        buffer
-        for buffer, number, alive in zip(parameters, trace.parameter_numbers, held, strict=True)
-        if buffer.number != number and alive
+        index
+        for index, (buffer, number) in enumerate(zip(parameters, numbers, strict=True))
+        if buffer.number != number and held[index]
     ]
-    flush_begins(parameters, held)
-    targets = overwritten + computed
-    return Execution(
+    computed = [buffer for reference in trace.computed if (buffer := reference()) is not None and buffer.number >= 0]
+    targets = [*map(parameters.__getitem__, overwritten), *computed]
+    run = Run(
         key=Key(code=tuple(trace.code), wanted=tuple(buffer.number for buffer in targets), spent=()),
         parameters=parameters,
-        numbers=trace.parameter_numbers,
+        numbers=numbers,
+        overwritten=overwritten,
         targets=targets,
-        overwritten=len(overwritten),
-        floats=np.array(trace.floats, np.float64),
-        ints=_ints(),
-        streams=len(trace.streams) or 1,
+        floats=list(trace.floats),
+        ints=list(trace.ints),
+        streams=list(trace.streams) or [generator.stream()],
         draws=trace.draws,
+        generators=bool(trace.generators),
         held=held,
     )
+    flush_begins(run)
+    return run
 
 
-def _ints() -> np.ndarray[Any, Any]:
-    return np.array(
-        [*(word for stream in trace.streams or [generator.stream()] for word in stream), *trace.ints], np.int64
-    )
-
-
-def _choose(run: Execution) -> None:
+def _choose(run: Run) -> None:
     """Finds the program, None if it has to be built."""
     if mesh.is_partitioned():
         placements = tuple(map(mesh.placement_of, run.parameters))
-        shardings = Shardings(placements, mesh.output_shardings(run.targets, run.overwritten))
+        shardings = Shardings(placements, mesh.output_shardings(run.targets, len(run.overwritten)))
         run.key = dataclasses.replace(run.key, shardings=shardings)
     if run.held is not None:
         run.key = dataclasses.replace(run.key, spent=_spent(run, run.held))
@@ -252,7 +256,7 @@ def _choose(run: Execution) -> None:
         program = _programs.get(run.key)
         if program is None and run.held is not None and not flush_begins.listeners:
             if dynamic_ints.replace():
-                run.key, run.ints = dataclasses.replace(run.key, code=tuple(trace.code)), _ints()
+                run.key, run.ints = dataclasses.replace(run.key, code=tuple(trace.code)), list(trace.ints)
                 program = _programs.get(run.key)
             program = program or _donating_more(run)
     run.program, run.is_new = program, program is None
@@ -262,7 +266,7 @@ _FEW: Final = 64
 """Bytes that a program may leave where it could have taken them."""
 
 
-def _donating_more(run: Execution) -> XlaProgram | None:
+def _donating_more(run: Run) -> XlaProgram | None:
     """A program that differs only in the arrays that it takes: copies for it cost less than compiling another."""
     key = run.key
     for other, program in reversed(_programs.items()):
@@ -277,7 +281,7 @@ def _donating_more(run: Execution) -> XlaProgram | None:
     return None
 
 
-def _launch(run: Execution) -> None:
+def _launch(run: Run) -> list[Any]:
     """Dispatches the program, which is built and compiled if it is new; call with 64-bit types enabled."""
     program = run.program = run.program or _build(run)
     if run.held is None:  # arrays that others hold too, such as a copy of a weight
@@ -287,41 +291,40 @@ def _launch(run: Execution) -> None:
     for parameter, _, order in program.input_formats:
         run.arrays[parameter] = memory_layout.put(run.arrays[parameter], order)
         run.parameters[parameter].store(run.arrays[parameter])
-    if not run.is_new:
-        run.outputs = execute(program, run.arrays, run.floats, run.ints)
-        return
     try:
-        _first_run(run, program)
+        return _execute(run, program)
     except jax.errors.JaxRuntimeError as error:
-        refused = forms.refuse(str(error))
+        refused = forms.refuse(str(error)) if run.is_new else ""
         if not refused:
             raise
         events.warn(refused, KernelWarning)
         run.program = _build(run)
-        _first_run(run, run.program)
+        return _execute(run, run.program)
 
 
-def _build(run: Execution) -> XlaProgram:
+def _build(run: Run) -> XlaProgram:
     specs = [buffer.spec for buffer in run.parameters]
-    counts = len(run.floats), len(run.ints) - 2 * run.streams
-    return build(run.key, run.numbers, specs, counts, run.streams, pjrt.platform())
+    counts = len(run.floats), len(run.ints)
+    return build(run.key, run.numbers, specs, counts, len(run.streams), pjrt.platform())
 
 
-def _first_run(run: Execution, program: XlaProgram) -> None:
-    if program_admitted.listeners:
-        program_admitted(program, [*run.arrays, run.floats, run.ints])
-    run.outputs = execute(program, run.arrays, run.floats, run.ints)
+def _execute(run: Run, program: XlaProgram) -> list[Any]:
+    floats, ints = run.numbers_as_data()
+    if run.is_new and program_admitted.listeners:
+        program_admitted(program, [*run.arrays, floats, ints])
+    donated = [run.arrays[index] for index in program.donated]
+    kept = [run.arrays[index] for index in program.kept]
+    return dispatch(program, donated, kept, floats, ints)
 
 
-def _commit(run: Execution) -> None:
+def _commit(run: Run, outputs: list[Any]) -> None:
     """Stores the results in their buffers, empties the trace, counts, and tells the listeners."""
-    key, program, arrays, outputs = run.key, run.program, run.arrays, run.outputs
+    key, program, arrays = run.key, run.program, run.arrays
     assert program is not None  # noqa: S101  (`_launch`)
     if not run.is_new and not run.repeats:
         _programs.move_to_end(key)
     metrics.executions += 1
     metrics.operations += program.operations
-    flush_ends(program, key.code, run.targets)
     generator.advance(run.draws)
     values = [outputs[position] if position >= 0 else arrays[~position] for position in program.outputs]
     for buffer, value in zip(run.targets, values, strict=True):
@@ -339,7 +342,7 @@ def _commit(run: Execution) -> None:
     program_ran()
 
 
-def _abandon(run: Execution, error: BaseException) -> BaseException:
+def _abandon(run: Run, error: BaseException) -> BaseException:
     """Discards the trace after a failure, and returns what to raise.
 
     Values are poisoned if they are new or were donated, and otherwise stay as they were.
@@ -368,15 +371,8 @@ def _values_of(targets: list[weakref.ref[Buffer]]) -> list[Any]:
     return [buffer.array for reference in targets if (buffer := reference()) is not None]
 
 
-def execute(program: XlaProgram, arrays: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
-    """Dispatches `program` on the arrays of its parameters and its lifted numbers; returns the outputs."""
-    donated = [arrays[index] for index in program.donated]
-    kept = [arrays[index] for index in program.kept]
-    return dispatch(program, donated, kept, floats, ints)
-
-
 def dispatch(program: XlaProgram, donated: list[Any], kept: list[Any], floats: Any, ints: Any) -> list[Any]:
-    """`execute` with the parameters in the order of the program."""
+    """Dispatches `program`, whose arguments these are; returns the outputs."""
     program_cache.touch(program)
     if not donated and not kept:  # at least one argument tells the device
         floats, ints = mesh.put(floats), mesh.put(ints)
@@ -388,7 +384,7 @@ def dispatch(program: XlaProgram, donated: list[Any], kept: list[Any], floats: A
     return outputs
 
 
-def _forget(run: Execution) -> None:
+def _forget(run: Run) -> None:
     for buffer in itertools.chain(run.targets, trace.parameters):
         buffer.number = -1
     trace.clear()
@@ -403,7 +399,7 @@ ALONE = reference_counts([object()])[0]
 """References of an item that only its list holds; how many `getrefcount` adds depends on the Python version."""
 
 
-def _spent(run: Execution, held: Sequence[bool]) -> tuple[int, ...]:
+def _spent(run: Run, held: Sequence[bool]) -> tuple[int, ...]:
     """Parameters whose array can be donated: nothing else holds it, and the old value is not read again.
 
     Overwritten ones come first.  Otherwise a weight's new value would be written to the memory of a dropped gradient,

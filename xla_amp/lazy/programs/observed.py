@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -14,10 +14,10 @@ from xla_amp.common import events
 from xla_amp.common.events import Place
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.tape import nodes
-from xla_amp.lazy.graph.trace import Buffer, Spec, trace
+from xla_amp.lazy.graph.trace import Buffer, Spec
 from xla_amp.lazy.programs import execute, pjrt
 from xla_amp.lazy.programs.compile import Key, XlaProgram, build
-from xla_amp.lazy.torch_integration import generator
+from xla_amp.lazy.programs.execute import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,84 +42,28 @@ class Function:
         return [outputs[index] if index >= 0 else parameters[~index] for index in self.program.outputs]
 
 
-_NO_KEY: Final = Key(code=(), wanted=(), spent=())
+def function_of(run: Run, arguments: Sequence[Buffer], places: tuple[Place | None, ...] = ()) -> Function:
+    """The values that a run wants, from arrays for `arguments`; its other parameters are constants.
 
-
-@dataclasses.dataclass(kw_only=True)
-class Run:
-    """What the trace has recorded, and, once it has run, what it wrote."""
-
-    parameters: list[Buffer]
-    inputs: list[Any]
-    """What is kept of the value of each parameter."""
-    numbers: list[int]
-    """Numbers of the parameters in the trace."""
-    floats: list[float]
-    ints: list[int]
-    streams: list[tuple[int, int]]
-    generators: bool
-    """Whether it draws from a torch.Generator."""
-    held: list[bool] = dataclasses.field(default_factory=list)
-    """Which parameters some tensor has at the end."""
-    where: str = ""
-    """The user's ``file:line`` that ended it."""
-    key: Key = _NO_KEY
-    """Of its program, once it has run."""
-    overwritten: list[int] = dataclasses.field(default_factory=list)
-    """The parameters that are the first of the targets, in that order."""
-    targets: list[Buffer] = dataclasses.field(default_factory=list)
-    """Buffers that get the values that `key` wants."""
-    is_new: list[bool] = dataclasses.field(default_factory=list)
-    """Which targets had no value before."""
-
-    @classmethod
-    def now(cls, keep: Callable[[Buffer, bool], Any], held: Sequence[bool] = ()) -> Run:
-        """The present trace; ``keep(parameter, held)`` gives what to keep of the value of a parameter."""
-        parameters = list(trace.parameters)
-        flags = list(held) or [True for _ in parameters]
-        return cls(
-            parameters=parameters,
-            inputs=list(map(keep, parameters, flags)),
-            numbers=list(trace.parameter_numbers),
-            floats=list(trace.floats),
-            ints=list(trace.ints),
-            streams=list(trace.streams) or [generator.stream()],
-            generators=bool(trace.generators),
-            held=flags,
-        )
-
-    def ended(self, program: XlaProgram, targets: list[Buffer]) -> None:
-        """Adds what is known once `program` was dispatched."""
-        self.key, self.targets = program.key, list(targets)
-        index_of = {id(buffer): index for index, buffer in enumerate(self.parameters)}
-        self.overwritten = [index_of[id(buffer)] for buffer in targets if id(buffer) in index_of]
-        self.is_new = [buffer.array is None for buffer in targets]
-
-    def release(self) -> None:
-        """Keeps no buffer alive."""
-        self.parameters, self.targets = [], []
-
-    def function(self, inputs: Sequence[Buffer], key: Key, places: tuple[Place | None, ...] = ()) -> Function:
-        """The values that `key` wants, from arrays for `inputs`; other parameters are constants.
-
-        Args:
-            inputs: buffers; those that are no parameters are not read.
-            key: of the trace, or of one with the same parameters; none is spent.
-            places: of the operations in the user's program (`build`).
-        """
-        index = {id(buffer): at for at, buffer in enumerate(inputs)}
-        free = [at for at, buffer in enumerate(self.parameters) if id(buffer) not in index]
-        index.update((id(self.parameters[at]), ~constant) for constant, at in enumerate(free))
-        specs = tuple(buffer.spec for buffer in self.parameters)
-        return Function(
-            program=_program(key, places, specs, len(self.floats), len(self.ints), len(self.streams)),
-            arguments=tuple(index[id(buffer)] for buffer in self.parameters),
-            constants=tuple(self.inputs[at] for at in free),
-            floats=np.array(self.floats, np.float64),
-            ints=np.array(self.ints, np.int64),
-            streams=np.array(self.streams, np.int64),
-            draws=any(node.instruction.random for node in nodes(key.code)),
-        )
+    Args:
+        run: with `inputs`.
+        arguments: buffers; those that are no parameters are not read.
+        places: of the operations in the user's program (`build`).
+    """
+    index = {id(buffer): at for at, buffer in enumerate(arguments)}
+    free = [at for at, buffer in enumerate(run.parameters) if id(buffer) not in index]
+    index.update((id(run.parameters[at]), ~constant) for constant, at in enumerate(free))
+    specs = tuple(buffer.spec for buffer in run.parameters)
+    key = dataclasses.replace(run.key, spent=())
+    return Function(
+        program=_program(key, places, specs, len(run.floats), len(run.ints), len(run.streams)),
+        arguments=tuple(index[id(buffer)] for buffer in run.parameters),
+        constants=tuple(run.inputs[at] for at in free),
+        floats=np.array(run.floats, np.float64),
+        ints=np.array(run.ints, np.int64),
+        streams=np.array(run.streams, np.int64),
+        draws=any(node.instruction.random for node in nodes(key.code)),
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -133,19 +77,18 @@ def _program(
 
 @contextlib.contextmanager
 def observed(keep: Callable[[Buffer, bool], Any]) -> Iterator[list[Run]]:
-    """Context manager: the programs that run inside, each as a `Run`.
+    """Context manager: the programs that run inside, each as its `Run`.
 
     Args:
         keep: ``keep(parameter, held)``, called before a program runs, which may take the memory of the parameter.
     """
     runs: list[Run] = []
 
-    def begins(parameters: list[Buffer], held: list[bool]) -> None:
-        runs.append(Run.now(keep, held))
-        runs[-1].where = events.user_location()
+    def begins(run: Run) -> None:
+        run.inputs = list(map(keep, run.parameters, run.held or ()))
+        run.made = [buffer.array is None for buffer in run.targets]
+        run.where = events.user_location()
+        runs.append(run)
 
-    def ends(program: XlaProgram, code: tuple[int, ...], targets: list[Buffer]) -> None:
-        runs[-1].ended(program, targets)
-
-    with execute.flush_begins.subscribed(begins), execute.flush_ends.subscribed(ends):
+    with execute.flush_begins.subscribed(begins):
         yield runs
