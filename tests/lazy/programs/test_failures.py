@@ -355,12 +355,12 @@ def test_memory_that_was_given_away_says_so(device: torch.device, monkeypatch: p
     x, y = torch.ones(3).to(device), torch.ones(3).to(device)
     x.add_(y)
 
-    def failing(program: Any, arrays: list[Any], floats: Any, ints: Any) -> None:
-        for index in program.donated:
-            arrays[index].delete()
+    def failing(program: Any, donated: list[Any], *_: Any) -> None:
+        for array in donated:
+            array.delete()
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(execute, "execute", failing)
+    monkeypatch.setattr(execute, "dispatch", failing)
     with pytest.raises(StepFailedError, match="RuntimeError: device lost"):
         engine.sync()
     monkeypatch.undo()
