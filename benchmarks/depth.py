@@ -70,7 +70,7 @@ def recorded(timed: Callable[..., Any] = lambda _, function: function()) -> Iter
         programs.append(program)
         return list(timed("trace", program.result_shapes))
 
-    with mock.patch.object(execute, "execute", run):
+    with mock.patch.object(execute, "dispatch", run):
         try:
             yield programs
             xla_amp.sync()

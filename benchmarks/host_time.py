@@ -84,7 +84,7 @@ def trainer(make: Callable[[], Any], device: torch.device) -> Callable[[], float
 
     def lazy() -> float:
         execution = 0.0
-        original = execute.execute
+        original = execute.dispatch
 
         def timed(*args: Any) -> Any:
             nonlocal execution
@@ -94,14 +94,14 @@ def trainer(make: Callable[[], Any], device: torch.device) -> Callable[[], float
             finally:
                 execution += time.perf_counter() - start
 
-        execute.execute = timed
+        execute.dispatch = timed
         try:
             start = time.perf_counter()
             step(*batch)
             xla_amp.sync()
             elapsed = time.perf_counter() - start
         finally:
-            execute.execute = original
+            execute.dispatch = original
         xla_amp.sync(wait=True)
         return elapsed - execution
 
