@@ -52,20 +52,6 @@ class _SyncFree(Optimizer):
     grad_scale: Tensor
     found_inf: Tensor
 
-    def _check_options(self, params: Any, differentiable: bool, fused: bool | None) -> None:
-        name = f"syncfree.{type(self).__name__}"
-        arguments.require(f"{name}(params)", params, Iterable, "parameters such as model.parameters()")
-        if differentiable:
-            raise RuntimeError(
-                f"{name}(differentiable=True): its step runs a fused kernel, through which there is no gradient; use "
-                f"torch.optim.{type(self).__name__}"
-            )
-        if fused is False:
-            raise RuntimeError(
-                f"{name}(fused=False): skipping on the device needs the fused kernels; leave fused out, or use "
-                f"torch.optim.{type(self).__name__}"
-            )
-
     @overload
     def step(self, closure: None = None, *, found_inf: Tensor | None = None) -> None: ...
     @overload
@@ -103,9 +89,10 @@ class _SyncFree(Optimizer):
         raise TypeError(f"{type(self).__name__} is a base class; use syncfree.SGD, Adam or AdamW")
 
     def _make_states(self, parameters: list[Tensor], *names: str) -> None:
-        """Makes state of zeros that parameters lack."""
+        """Makes state of zeros that parameters lack; ``step`` is a count, float32 ()."""
         lacking = [(p, name) for name in names for p in parameters if self.state[p].get(name) is None]
-        made = base.zeros_like([p for p, _ in lacking], parameters[0].device)
+        count = torch.empty((), dtype=torch.float32, device="meta")
+        made = base.zeros_like([count if name == "step" else p for p, name in lacking], parameters[0].device)
         for (parameter, name), zeros in zip(lacking, made, strict=True):
             self.state[parameter][name] = zeros
 
@@ -127,7 +114,26 @@ class _SyncFree(Optimizer):
 _FUSED: Mapping[str, Any] = {"fused": True, "foreach": None, "differentiable": False}
 
 
-class SGD(_SyncFree, torch.optim.SGD):
+class _Fused(Optimizer):
+    """Last base: torch's class gives it the options that it has checked, and the groups get those of fused kernels."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        name = type(self).__name__
+        arguments.require(f"syncfree.{name}(params)", params, Iterable, "parameters such as model.parameters()")
+        if defaults["differentiable"]:
+            raise RuntimeError(
+                f"syncfree.{name}(differentiable=True): its step runs a fused kernel, through which there is no "
+                f"gradient; use torch.optim.{name}"
+            )
+        if defaults["fused"] is False:
+            raise RuntimeError(
+                f"syncfree.{name}(fused=False): skipping on the device needs the fused kernels; leave fused out, or "
+                f"use torch.optim.{name}"
+            )
+        super().__init__(params, {**defaults, **_FUSED})
+
+
+class SGD(_SyncFree, torch.optim.SGD, _Fused):
     """`torch.optim.SGD` with a step that can be skipped on the device.
 
     Arguments are `torch.optim.SGD`'s; `foreach` has no effect, since one kernel steps all parameters.  As in torch,
@@ -145,23 +151,6 @@ class SGD(_SyncFree, torch.optim.SGD):
         >>> weight.tolist()
         [1.0, 1.0]
     """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float | Tensor = 0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-    ) -> None:
-        self._check_options(params, differentiable, fused)
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True)
 
     def _step_group(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], scaling: _Scaling
@@ -192,7 +181,7 @@ class SGD(_SyncFree, torch.optim.SGD):
         )
 
 
-class Adam(_SyncFree, torch.optim.Adam):
+class Adam(_SyncFree, torch.optim.Adam, _Fused):
     """`torch.optim.Adam` with a step that can be skipped on the device.
 
     Arguments are `torch.optim.Adam`'s; `capturable` and `foreach` have no effect: step counts are always on the device,
@@ -203,43 +192,11 @@ class Adam(_SyncFree, torch.optim.Adam):
         RuntimeError: `differentiable` or ``fused=False`` was passed.
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        decoupled_weight_decay: bool = False,
-    ) -> None:
-        self._check_options(params, differentiable, fused)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            capturable=capturable,
-            fused=True,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
-
     def _step_group(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], scaling: _Scaling
     ) -> None:
         amsgrad = group["amsgrad"]
-        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
-        self._make_counts(parameters)
-        self._make_states(parameters, *names)
+        self._make_states(parameters, "step", "exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
         states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
         beta1, beta2 = group["betas"]
@@ -266,53 +223,12 @@ class Adam(_SyncFree, torch.optim.Adam):
         if scaling.found_inf is not None:
             torch._foreach_sub_(steps, [scaling.found_inf] * len(steps))
 
-    def _make_counts(self, parameters: list[Tensor]) -> None:
-        new = [parameter for parameter in parameters if "step" not in self.state[parameter]]
-        counts = [torch.empty((), dtype=torch.float32, device="meta")] * len(new)
-        for parameter, zero in zip(new, base.zeros_like(counts, parameters[0].device), strict=True):
-            self.state[parameter]["step"] = zero
 
-
-class AdamW(Adam):
+class AdamW(Adam, torch.optim.AdamW):
     """`torch.optim.AdamW` (Loshchilov and Hutter 2019, decoupled weight decay), skippable on the device.
 
     Arguments are `torch.optim.AdamW`'s; otherwise as `Adam`.
     """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-        )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group["decoupled_weight_decay"] = True
 
 
 def _by_device_and_dtype(
