@@ -110,12 +110,6 @@ def current(device_type: str) -> Region | None:
     return _newest.get(device_type) if _thread.foreign else None
 
 
-def opened_here(device_type: str) -> Region | None:
-    """The innermost region of `device_type` that this thread itself opened, or None."""
-    stack = _thread.stacks.get(device_type)
-    return stack[-1].region if stack else None
-
-
 def open_here() -> Mapping[str, Region]:
     """The innermost open region of each device type on this thread."""
     return {device_type: stack[-1].region for device_type, stack in _thread.stacks.items() if stack}
@@ -130,17 +124,13 @@ def in_force() -> Mapping[str, Region]:
 def reopened(saved: Mapping[str, Region]) -> Iterator[None]:
     """Makes `saved`, which `in_force` gave, this thread's only regions.  Other threads do not see them."""
     before, foreign = _thread.stacks, _thread.foreign
-    opened: list[tuple[str, Region]] = []
     _thread.stacks, _thread.foreign = {}, False
     try:
-        for device_type, region in saved.items():
-            opening(device_type, region)
-            opened.append((device_type, region))
-            stack: list[Token] = []
-            stack.append(Token(device_type, region, stack))
-            _thread.stacks[device_type] = stack
-        yield
+        with contextlib.ExitStack() as undo:
+            for device_type, region in saved.items():
+                opening(device_type, region)
+                undo.callback(closed, device_type, region)
+                _thread.stacks[device_type] = [Token(device_type, region, [])]
+            yield
     finally:
         _thread.stacks, _thread.foreign = before, foreign
-        for device_type, region in reversed(opened):
-            closed(device_type, region)

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -105,7 +105,8 @@ def _mapping_layer(layer: Layer, items: tuple[tuple[str, Cast], ...]) -> RuleLay
 
 class _Overrides(threading.local):
     def __init__(self) -> None:
-        self.stack: list[override] = []
+        self.stack: list[tuple[override, contextlib.ExitStack]] = []
+        """The open overrides, innermost last, and what ends with each."""
         self.open: tuple[RuleLayer, ...] = ()
 
 
@@ -118,6 +119,14 @@ def overriding(layer: RuleLayer, opens: bool, /) -> None:
 
     For a front that must act even where no `xla_amp.autocast` region is open.
     """
+
+
+def _tell(layers: Iterable[RuleLayer], undo: contextlib.ExitStack) -> None:
+    """Tells the listeners that overrides open, and when `undo` ends that they close."""
+    for layer in layers:
+        for listener in overriding.listeners:
+            listener(layer, True)
+            undo.callback(listener, layer, False)
 
 
 def overridden(policy: Policy) -> Policy:
@@ -171,24 +180,20 @@ class override:
         self.layer = _mapping_layer("override", _items({**given, **casts}))
         """The rules, for the fronts."""
         self._strict = strict
-        self._entries = _Entries()
 
     def __repr__(self) -> str:
         rules = {operation: rule.cast for rule in self.layer.rules for operation in rule.operations}
         return f"override({rules}{', strict=True' if self._strict else ''})"
 
     def __enter__(self) -> None:
-        self._entries.tokens.append([])
-        self._entries.notified.append([])
-        _overrides.stack.append(self)
-        _overrides.open = tuple(entered.layer for entered in _overrides.stack)
+        undo = contextlib.ExitStack()
+        _overrides.stack.append((self, undo))
+        _overrides.open = (*_overrides.open, self.layer)
         try:
-            for listener in overriding.listeners:
-                listener(self.layer, True)
-                self._entries.notified[-1].append(listener)
+            _tell((self.layer,), undo)
             for device_type, region in regions.open_here().items():
                 changed = dataclasses.replace(region, policy=resolve(region.policy))
-                self._entries.tokens[-1].append(regions.push(device_type, changed))
+                undo.callback(regions.pop, regions.push(device_type, changed))
         except BaseException:
             self._close()
             raise
@@ -197,24 +202,15 @@ class override:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close()
-        if kind is None and self not in _overrides.stack:
+        if kind is None and all(entered is not self for entered, _ in _overrides.stack):
             effects.report_unmatched(self.layer, strict=self._strict)
 
     def _close(self) -> None:
-        for token in reversed(self._entries.tokens.pop()):
-            regions.pop(token)
-        for listener in self._entries.notified.pop():
-            listener(self.layer, False)
         stack = _overrides.stack
-        del stack[len(stack) - 1 - stack[::-1].index(self)]
-        _overrides.open = tuple(entered.layer for entered in stack)
-
-
-class _Entries(threading.local):
-    def __init__(self) -> None:
-        self.tokens: list[list[regions.Token]] = []
-        self.notified: list[list[Callable[[RuleLayer, bool], None]]] = []
-        """Listeners that were told of each opening."""
+        newest = max(number for number, (entered, _) in enumerate(stack) if entered is self)
+        _, undo = stack.pop(newest)
+        _overrides.open = tuple(entered.layer for entered, _ in stack)
+        undo.close()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -230,7 +226,7 @@ def open_rules() -> OpenRules | None:
     of_thread = regions.in_force()
     if not of_thread and not _overrides.stack:
         return None
-    return OpenRules(regions=of_thread, overrides=tuple(_overrides.stack))
+    return OpenRules(regions=of_thread, overrides=tuple(entered for entered, _ in _overrides.stack))
 
 
 @contextlib.contextmanager
@@ -238,19 +234,14 @@ def reopened(saved: OpenRules) -> Iterator[None]:
     """Puts this thread's regions and overrides aside, and those of `saved` in their place."""
     before = _overrides.stack, _overrides.open
     layers = tuple(entered.layer for entered in saved.overrides)
-    told: list[tuple[Callable[[RuleLayer, bool], None], RuleLayer]] = []
-    try:
-        for layer in layers:
-            for listener in overriding.listeners:
-                listener(layer, True)
-                told.append((listener, layer))
-        _overrides.stack, _overrides.open = list(saved.overrides), layers
-        with regions.reopened(saved.regions):
-            yield
-    finally:
-        _overrides.stack, _overrides.open = before
-        for listener, layer in reversed(told):
-            listener(layer, False)
+    with contextlib.ExitStack() as undo:
+        _tell(layers, undo)
+        _overrides.stack, _overrides.open = [(entered, contextlib.ExitStack()) for entered in saved.overrides], layers
+        try:
+            with regions.reopened(saved.regions):
+                yield
+        finally:
+            _overrides.stack, _overrides.open = before
 
 
 def unused_rules(policy: PolicyLike) -> tuple[Rule, ...]:

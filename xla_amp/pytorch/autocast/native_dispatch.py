@@ -9,9 +9,10 @@ the backward pass of accelerators on such threads) follows the newest open regio
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -39,9 +40,8 @@ KEYS: Mapping[str, str] = MappingProxyType(
 
 Wanted = tuple[str, tuple[str, ...]]
 """Device type, and operations that need a kernel there."""
-Holding = tuple[str, tuple[str, ...]]
-"""Dispatch key and operations, as `cast_kernel.release` takes them."""
-_Holdings = list[Holding | module_paths.PathsToken]
+Release = Callable[[], None]
+"""Ends what was held."""
 
 
 def table(device_type: str) -> Policy:
@@ -85,29 +85,10 @@ def device_types() -> list[str]:
 
 def kernel(device_type: str, name: str, operator: Any) -> cast_kernel.Kernel:
     """The kernel of one operation on a torch device."""
-    rules = _rules_of_thread(device_type)
-    return cast_kernel.make(name, operator, device_type, KEYS[device_type], rules, table(device_type).outside(name))
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.foreign = isinstance(threading.current_thread(), threading._DummyThread)
-
-
-_thread = _Thread()
-
-
-def _rules_of_thread(device_type: str) -> cast_kernel.Rules:
     native = table(device_type)
-
-    def find() -> Policy:
-        region = regions.opened_here(device_type)
-        if region is None and _thread.foreign:
-            region = regions.current(device_type)
-        # Outside our regions torch's rules hold, changed only by overrides of this thread.
-        return region.policy if region is not None else overridden(native)
-
-    return find
+    # Outside our regions torch's rules hold, changed only by overrides of this thread.
+    rules = cast_kernel.region_rules(device_type, lambda: overridden(native))
+    return cast_kernel.make(name, operator, device_type, KEYS[device_type], rules, native.outside(name))
 
 
 @functools.lru_cache(maxsize=256)
@@ -137,7 +118,7 @@ _FREQUENT = frozenset({"addmm", "bmm", "conv1d", "conv2d", "conv3d", "linear", "
 _Identity = tuple[int, ...]
 
 _lock = threading.Lock()
-_held: dict[_Identity, list[_Holdings]] = {}
+_held: dict[_Identity, list[contextlib.ExitStack]] = {}
 
 
 def wanted(rules: OpenRules) -> list[Wanted]:
@@ -151,13 +132,14 @@ def wanted(rules: OpenRules) -> list[Wanted]:
     return found
 
 
-def hold(wanted: Wanted) -> Holding:
-    """Keeps kernels installed until `cast_kernel.release` gets what this returns."""
-    device_type, operations = wanted
+def hold(device_type: str, operations: Iterable[str]) -> Release:
+    """Keeps kernels installed until what this returns is called."""
     if device_type in KEYS:
         key = KEYS[device_type]
-        return key, cast_kernel.acquire(key, operations, functools.partial(kernel, device_type))
-    return xla_dispatch.acquire(device_type, operations)
+        held = key, cast_kernel.acquire(key, operations, functools.partial(kernel, device_type))
+    else:
+        held = xla_dispatch.acquire(device_type, operations)
+    return functools.partial(cast_kernel.release, *held)
 
 
 def _of_region(device_type: str, region: regions.Region) -> tuple[str, ...]:
@@ -175,13 +157,9 @@ def _of_override(layer: RuleLayer) -> list[Wanted]:
 
 
 def _before_region(device_type: str, region: regions.Region) -> None:
-    held: _Holdings = []
-    if operations := _of_region(device_type, region):
-        held.append(hold((device_type, operations)))
-    if region.policy.by_module:
-        held.append(module_paths.acquire())
-    if held:
-        _keep((id(region),), held)
+    operations = _of_region(device_type, region)
+    if operations or region.policy.by_module:
+        _keep((id(region),), [(device_type, operations)] if operations else [], region.policy.by_module)
 
 
 def _after_region(_device_type: str, region: regions.Region) -> None:
@@ -194,15 +172,17 @@ def _override(layer: RuleLayer, opens: bool) -> None:
     if not opens:
         _release(identity)
         return
-    held: _Holdings = [hold(each) for each in _of_override(layer)]
-    if layer.reach_in_modules():
-        held.append(module_paths.acquire())
-    _keep(identity, held)
+    _keep(identity, _of_override(layer), bool(layer.reach_in_modules()))
 
 
-def _keep(identity: _Identity, held: _Holdings) -> None:
-    with _lock:
-        _held.setdefault(identity, []).append(held)
+def _keep(identity: _Identity, wanted: list[Wanted], by_module: bool) -> None:
+    with contextlib.ExitStack() as held:
+        for each in wanted:
+            held.callback(hold(*each))
+        if by_module:
+            held.callback(module_paths.release, module_paths.acquire())
+        with _lock:
+            _held.setdefault(identity, []).append(held.pop_all())
 
 
 def _release(identity: _Identity) -> None:
@@ -213,11 +193,7 @@ def _release(identity: _Identity) -> None:
         held = entries.pop()
         if not entries:
             del _held[identity]
-    for item in held:
-        if isinstance(item, module_paths.PathsToken):
-            module_paths.release(item)
-        else:
-            cast_kernel.release(*item)
+    held.close()
 
 
 regions.opening.subscribe(_before_region)

@@ -27,8 +27,8 @@ class OperationRecording:
     """Resources of one `start`, released by `stop`."""
 
     modules: module_paths.PathsToken
-    kernels: dict[str, tuple[str, tuple[str, ...]]]
-    """Acquired kernels by device type: dispatch key and operations."""
+    kernels: dict[str, native_dispatch.Release]
+    """By device type: what releases its kernels."""
 
 
 _lock = threading.RLock()
@@ -53,18 +53,14 @@ def stop(recording: OperationRecording) -> None:
     """Ends a recording."""
     with _lock:
         _running.remove(recording)
-        for held in recording.kernels.values():
-            cast_kernel.release(*held)
+        for release in recording.kernels.values():
+            release()
         module_paths.release(recording.modules)
 
 
 def _install(recording: OperationRecording, device_type: str) -> None:
-    if device_type in native_dispatch.KEYS:
-        key = native_dispatch.KEYS[device_type]
-        make = functools.partial(native_dispatch.kernel, device_type)
-        recording.kernels[device_type] = key, cast_kernel.acquire(key, _operations(key), make)
-    else:
-        recording.kernels[device_type] = xla_dispatch.acquire(device_type, _operations(xla_dispatch.KEYS[device_type]))
+    key = {**native_dispatch.KEYS, **xla_dispatch.KEYS}[device_type]
+    recording.kernels[device_type] = native_dispatch.hold(device_type, _operations(key))
 
 
 def _before_region(device_type: str, _region: regions.Region) -> None:

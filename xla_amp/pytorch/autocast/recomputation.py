@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 
 from xla_amp.policy import regions
 from xla_amp.policy.resolve import OpenRules, open_rules, overriding, reopened
-from xla_amp.pytorch.autocast import cast_kernel, native_dispatch
+from xla_amp.pytorch.autocast import native_dispatch
 
 _ReentrantForward: TypeAlias = "staticmethod[..., Any]"
 
@@ -92,7 +92,7 @@ def _with_present_rules(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # Installing kernels takes up to 30 ms (rules for modules on a torch device), and a model has many checkpointed parts.
 # So kernels stay installed from the first of them to the end of the backward pass.
-_kept: dict[int, dict[native_dispatch.Wanted, native_dispatch.Holding]] = {}
+_kept: dict[int, dict[native_dispatch.Wanted, native_dispatch.Release]] = {}
 """By backward pass."""
 
 
@@ -111,7 +111,7 @@ def _keep_kernels(rules: OpenRules) -> None:
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_end_of_pass, of_pass))
         for each in wanted:
             if each not in kept:
-                kept[each] = native_dispatch.hold(each)
+                kept[each] = native_dispatch.hold(*each)
 
 
 def _end_of_pass(of_pass: int) -> None:
@@ -120,5 +120,5 @@ def _end_of_pass(of_pass: int) -> None:
 
 
 def _release(of_pass: int) -> None:
-    for holding in _kept.pop(of_pass, {}).values():
-        cast_kernel.release(*holding)
+    for release in _kept.pop(of_pass, {}).values():
+        release()
