@@ -12,7 +12,7 @@ from pathlib import Path
 from xla_amp.cli import arguments as common
 from xla_amp.common import files, tables
 from xla_amp.errors import PolicyError
-from xla_amp.policy import BUILTIN, Decision, Policy, extend_known_operations, load, op_catalog, resolve
+from xla_amp.policy import BUILTIN, Decision, Policy, load, op_catalog, resolve
 from xla_amp.policy.load import read_file, rules_from_file, signature
 
 HELP = "show and check policies"
@@ -54,7 +54,7 @@ def _torch_operations() -> Iterable[str]:
     return torch._C._dispatch_get_all_op_names()
 
 
-extend_known_operations(_torch_operations)
+op_catalog.registered_operations.subscribe(_torch_operations)
 
 
 def _show(arguments: argparse.Namespace) -> Answer:

@@ -105,7 +105,7 @@ def _is_never_low(pattern: str) -> bool:
     reached = set(op_catalog.matching(pattern))
     low: set[str] = set()
     never: set[str] = set()
-    for name in op_catalog.catalogue().jaxpr:
+    for name in op_catalog.catalogue().names["jaxpr"]:
         (never if info(name).no_low else low).update(op_catalog.meanings("jaxpr", name))
     return not reached.isdisjoint(never) and reached.isdisjoint(low)
 

@@ -12,7 +12,6 @@ from xla_amp.policy.load import DEFAULT as DEFAULT
 from xla_amp.policy.load import PolicyLike as PolicyLike
 from xla_amp.policy.load import load as load
 from xla_amp.policy.op_catalog import equivalent as equivalent
-from xla_amp.policy.op_catalog import extend_known_operations as extend_known_operations
 from xla_amp.policy.op_catalog import operation_class as operation_class
 from xla_amp.policy.policy import Decision as Decision
 from xla_amp.policy.policy import Policy as Policy
@@ -29,7 +28,6 @@ __all__ = [
     "PolicyLike",
     "Rule",
     "equivalent",
-    "extend_known_operations",
     "load",
     "operation_class",
     "override",

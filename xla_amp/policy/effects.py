@@ -173,13 +173,12 @@ def _hint(pattern: str, paths: set[str]) -> str:
 
 
 @functools.cache
-def _visible(vocabulary: Vocabulary) -> frozenset[str]:
+def _visible(vocabulary: Vocabulary) -> set[str]:
     catalogue = op_catalog.catalogue()
-    names = catalogue.jaxpr if vocabulary == "jaxpr" else catalogue.stablehlo
-    others = set(op_catalog.native("dot_general"))
+    visible = set(op_catalog.native("dot_general"))
     if vocabulary == "jaxpr":
-        others.update(each for name, _ in catalogue.composites.values() for each in op_catalog.same_as(name))
-    return frozenset(each for name in names for each in op_catalog.meanings(vocabulary, name)).union(others)
+        visible.update(each for name, _ in catalogue.composites.values() for each in op_catalog.same_as(name))
+    return visible.union(*(op_catalog.meanings(vocabulary, name) for name in catalogue.names[vocabulary]))
 
 
 def invisible(pattern: str, vocabulary: Vocabulary) -> str:

@@ -2,7 +2,7 @@
 
 It has ATen names with overloads and classes, and what means the same in a jaxpr and in StableHLO.  The catalogue
 (``tables/classes.toml``) lists overloads, so ``softmax`` in a user's rule reaches ``softmax.int`` without importing
-torch.  A front that knows more names adds them with `extend_known_operations`.
+torch.  A front that knows more names subscribes to `registered_operations`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import difflib
 import fnmatch
 import functools
 import importlib.resources
+import itertools
 import re
-import threading
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
+from xla_amp.common import events
 from xla_amp.common.types import OPERATION_CLASSES, Cast, OperationClass
 from xla_amp.errors import PolicyError
 
@@ -42,10 +43,8 @@ class Catalogue(NamedTuple):
     classes: Mapping[str, OperationClass]
     """Exact ATen name -> class."""
     why: Mapping[OperationClass, str]
-    jaxpr: Mapping[str, str]
-    """Primitive name -> ATen name whose rule decides it."""
-    stablehlo: Mapping[str, str]
-    """StableHLO operation, without the dialect -> ATen name whose rule decides it."""
+    names: Mapping[Vocabulary, Mapping[str, str]]
+    """Primitive, or StableHLO operation without the dialect -> ATen name whose rule decides it."""
     same: Mapping[str, tuple[str, ...]]
     """ATen name -> ATen names that jaxpr and StableHLO write as the same operation: a user's rule for one of them
     reaches it there, too."""
@@ -72,8 +71,7 @@ def catalogue() -> Catalogue:
     data: dict[str, Any] = tomllib.loads(read_table("classes"))
     classes: dict[str, OperationClass] = {}
     why: dict[OperationClass, str] = {}
-    jaxpr: dict[str, str] = {}
-    stablehlo: dict[str, str] = {}
+    names: dict[Vocabulary, dict[str, str]] = {vocabulary: {} for vocabulary in get_args(Vocabulary)}
     for row in data["class"]:
         name: OperationClass = row["name"]
         if name not in OPERATION_CLASSES or name in why:
@@ -83,13 +81,12 @@ def catalogue() -> Catalogue:
             if operation in classes:
                 raise PolicyError(f"tables/classes.toml: {operation!r} is in classes {classes[operation]!r}, {name!r}")
             classes[operation] = name
-        jaxpr.update(row.get("jaxpr", {}))
-        stablehlo.update(row.get("stablehlo", {}))
+        for vocabulary, table in names.items():
+            table.update(row.get(vocabulary, {}))
     return Catalogue(
         classes=MappingProxyType(classes),
         why=MappingProxyType(why),
-        jaxpr=MappingProxyType(jaxpr),
-        stablehlo=MappingProxyType(stablehlo),
+        names=MappingProxyType(names),
         same=MappingProxyType({operation: tuple(names) for operation, names in data["same"].items()}),
         composites=MappingProxyType(_functions(data["composites"])),
         fp32_inside=frozenset(data["fp32_inside"]["operations"]),
@@ -136,7 +133,7 @@ def operation_class(operation: str) -> OperationClass | None:
     classes = catalogue().classes
     found = classes.get(operation)
     if found is None:
-        siblings = _overloads().get(packet(operation), ())
+        siblings = _packets().get(packet(operation), ())
         found = next((classes[name] for name in siblings if name in classes), None)
     return found
 
@@ -153,8 +150,7 @@ def equivalent(vocabulary: Vocabulary, name: str) -> str | None:
         >>> equivalent("stablehlo", "dot_general")
         'matmul'
     """
-    table = catalogue().jaxpr if vocabulary == "jaxpr" else catalogue().stablehlo
-    return table.get(name)
+    return catalogue().names[vocabulary].get(name)
 
 
 def meanings(vocabulary: Vocabulary, name: str) -> tuple[str, ...]:
@@ -181,7 +177,7 @@ def native(name: str) -> tuple[str, ...]:
     operation: ``convolution`` means ``conv2d`` as well, but ``max``, jaxpr's elementwise maximum, is ATen's reduction.
     """
     found = [each for each in _meant(name) if packet(each) not in catalogue().no_rule]
-    if name in _by_packet(frozenset()):
+    if name in _packets():
         return tuple(found) if found and found[0] == name else ()
     return tuple(found)
 
@@ -189,8 +185,7 @@ def native(name: str) -> tuple[str, ...]:
 def _meant(name: str) -> list[str]:
     bare = name.removeprefix("stablehlo.")
     found: list[str] = []
-    for vocabulary in get_args(Vocabulary):
-        table = catalogue().jaxpr if vocabulary == "jaxpr" else catalogue().stablehlo
+    for vocabulary, table in catalogue().names.items():
         narrowed = [other for other in table if other == bare or other.startswith(f"{bare}.")]
         found += (each for other in narrowed for each in meanings(vocabulary, other))
     return list(dict.fromkeys(found))
@@ -239,60 +234,30 @@ def fits(pattern: str, operation: str) -> bool:
     return match(operation) is not None or match(packet(operation)) is not None
 
 
-# Names beyond the catalogue. Listing what torch registers takes milliseconds, so a provider is called only for a name
-# that the catalogue lacks.
-_lock = threading.Lock()
-_providers: list[Callable[[], Iterable[str]]] = []
-_provided: frozenset[str] = frozenset()
+@events.Point
+def registered_operations() -> Iterable[str]:  # type: ignore[empty-body]
+    """Names that a front knows beyond the catalogue, with or without ``aten::``, such as all that torch registers.
 
-
-def extend_known_operations(known_operations: Callable[[], Iterable[str]]) -> None:
-    """Lets rules name what `known_operations` lists, e.g. every operation that torch registers.
-
-    Args:
-        known_operations: called at most once, when a rule names an unknown operation; returns names with
-            overloads, with or without ``aten::``.  In-place, ``out=`` and backward forms are left out: they never
-            autocast.
+    Asked for once, when a rule names an operation that the catalogue lacks: listing them takes milliseconds.  In-place,
+    ``out=`` and backward forms are left out: they never autocast.
     """
-    with _lock:
-        _providers.append(known_operations)
 
 
 def known_operations() -> frozenset[str]:
     """All names that a rule may use (namespaced names of other libraries aside)."""
-    return _known(_provided)
+    return _registered(registered_operations.listeners).union(catalogue().classes)
 
 
 @functools.lru_cache(maxsize=8)
-def _known(provided: frozenset[str]) -> frozenset[str]:
-    return provided.union(catalogue().classes)
+def _registered(listeners: tuple[Callable[[], Iterable[str]], ...]) -> frozenset[str]:
+    names = (canonical(name) for listener in listeners for name in listener())
+    return frozenset(name for name in names if _may_autocast(name))
 
 
-def _overloads() -> Mapping[str, tuple[str, ...]]:
-    return _by_packet(_provided)
-
-
-@functools.lru_cache(maxsize=8)
-def _by_packet(provided: frozenset[str]) -> Mapping[str, tuple[str, ...]]:
-    # For a packet in the catalogue, only its catalogued overloads count: a name alone does not show that `topk.values`
-    # writes to its arguments.
-    catalogued = catalogue().classes
-    known_packets = set(map(packet, catalogued))
-    found: dict[str, list[str]] = {}
-    for name in sorted(catalogued.keys() | {name for name in provided if packet(name) not in known_packets}):
-        found.setdefault(packet(name), []).append(name)
-    return {name: tuple(overloads) for name, overloads in found.items()}
-
-
-def _ask_providers() -> bool:
-    global _provided
-    with _lock:
-        if not _providers:
-            return False
-        names = {canonical(name) for provider in _providers for name in provider()}
-        _providers.clear()
-        _provided = _provided.union(name for name in names if _may_autocast(name))
-    return True
+@functools.cache
+def _packets() -> Mapping[str, tuple[str, ...]]:
+    """The packets of the catalogue and their overloads."""
+    return {bare: tuple(names) for bare, names in itertools.groupby(sorted(catalogue().classes), packet)}
 
 
 def _may_autocast(operation: str) -> bool:
@@ -314,11 +279,8 @@ def matching(pattern: str) -> tuple[str, ...]:
             (``linalg_*``, ``class:reduction``: the catalogue's operations only) or a namespaced name of another
             library (``mylib::attention``: itself, unchecked); or a name of jaxpr or StableHLO (`native`).
     """
-    found = _matching(pattern)
-    if not found and not native(pattern) and _ask_providers():
-        found = _matching(pattern)
-    also = () if is_glob(pattern) else native(pattern)
-    return tuple(sorted({*found, *also})) if also else found
+    found = (*_matching(pattern), *(() if is_glob(pattern) else native(pattern)))
+    return tuple(sorted(set(found or _beyond(pattern))))
 
 
 def overloads(name: str) -> tuple[str, ...]:
@@ -338,14 +300,14 @@ def overloads(name: str) -> tuple[str, ...]:
 
 def named(pattern: str) -> tuple[str, ...]:
     """The operation that a name of jaxpr or StableHLO is; for other patterns all that they reach."""
-    return native(pattern)[:1] or _matching(pattern)
+    return native(pattern)[:1] or matching(pattern)
 
 
 def catalogued(name: str) -> tuple[str, ...]:
     """Operations of the catalogue that an exact name or a packet means; a namespaced name means itself."""
     if name in NO_OPERATIONS or "::" in packet(name) or (name in catalogue().classes and "." in name):
         return (name,)
-    return () if name in catalogue().no_rule else _by_packet(frozenset()).get(name, ())
+    return () if name in catalogue().no_rule else _packets().get(name, ())
 
 
 def _matching(pattern: str) -> tuple[str, ...]:
@@ -359,9 +321,20 @@ def _matching(pattern: str) -> tuple[str, ...]:
     if "::" in pattern:
         # Names of other libraries are not checked; `unused_rules` lists those that never match.
         return (pattern,) if all(pattern.split("::")) else ()
-    if "." in pattern and pattern in known_operations():
+    if "." in pattern and pattern in catalogue().classes:
         return (pattern,)
-    return _overloads().get(pattern, ())
+    return _packets().get(pattern, ())
+
+
+def _beyond(pattern: str) -> list[str]:
+    """Registered operations that a name means which the catalogue lacks.
+
+    Of a packet in the catalogue only catalogued overloads: a name alone does not show that `topk.values` writes to its
+    arguments.
+    """
+    if is_glob(pattern) or packet(pattern) in catalogue().no_rule:
+        return []
+    return [name for name in known_operations() if pattern in (name, packet(name))]
 
 
 def unknown(pattern: str) -> str:
@@ -381,11 +354,11 @@ def unknown(pattern: str) -> str:
         return f"operation {pattern!r} takes no rule: {catalogued.no_rule_why}. Name the operation that computes"
     if not is_glob(pattern) and not _may_autocast(pattern):
         return f"operation {pattern!r} never autocasts: only out-of-place forward operations do, e.g. 'add'"
-    names = known_operations().union(
-        map(packet, known_operations()), catalogued.spellings, catalogued.jaxpr, catalogued.stablehlo, NO_OPERATIONS
-    )
     if is_glob(pattern):
         return f"unknown operation {pattern!r}: no operation matches it (a glob of *, ? and [...], e.g. 'linalg_*')"
+    names = known_operations().union(
+        map(packet, known_operations()), catalogued.spellings, NO_OPERATIONS, *catalogued.names.values()
+    )
     close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.6)
     hint = f"; nearest: {', '.join(close)}" if close else ""
     return (

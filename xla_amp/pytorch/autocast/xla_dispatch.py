@@ -196,7 +196,7 @@ def _after_region(device_type: str, region: regions.Region) -> None:
     cast_kernel.release(*held)
 
 
-op_catalog.extend_known_operations(_registered)
+op_catalog.registered_operations.subscribe(_registered)
 regions.opening.subscribe(_before_region)
 regions.closed.subscribe(_after_region)
 
