@@ -205,7 +205,6 @@ def test_programs_that_call_lapack_are_compared(run, folder, name):
         (("convert", "net.mlir", "-o", "out", "--rule", "tanh=float32"), 2, "xla-amp: --rule 'tanh': unknown cast"),
         (("convert", "net.mlir", "-o", "out.jax_export"), 1, "was read as text, without the pytrees that jax.export"),
         (("convert", "net.mlir", "-o", "out", "--inputs", "net.mlir"), 1, "not an .npz file"),
-        (("convert", "net.mlir", "-o", "out", "--policy", "fp8"), 2, "8-bit products left in 0.3.0"),
         (("compare", "net.mlir", "net.mlir", "--inputs", "absent.npz"), 2, "reading absent.npz: No such file"),
         (("compare", "net.mlir", "net.mlir", "--tolerance", "0"), 2, "invalid positive value: '0'"),
         (("compare", "net.mlir"), 2, "required: B"),

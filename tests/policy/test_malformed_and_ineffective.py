@@ -43,7 +43,7 @@ MALFORMED = [
     ),
     ("", "fp32", "a rule without a name; write the operation, e.g. 'softmax'"),
     ("mm", "float32", "unknown cast 'float32' for mm; did you mean 'fp32'? Casts: low, fp32,"),
-    ("mm", "fp8", "cast 'fp8' for mm: 8-bit products left in 0.3.0"),
+    ("mm", "fp8", "unknown cast 'fp8' for mm; did you mean 'low'?"),
     ("mm", "fp16", "unknown cast 'fp16' for mm; did you mean 'low'?"),
     ("mm", "fp32_inside", "cast 'fp32_inside' for mm: it is for operations of one tensor"),
     ("softmax", "low_fp32_out", "cast 'low_fp32_out' for softmax.int: it is for matrix products and convolutions"),

@@ -122,8 +122,7 @@ def remembered(
 
     `place`: what decisions say of where the part is; None if they are told only while it is made, then each time.
     """
-    listens = bool(events.decided.listeners)
-    if listens:
+    if listens := bool(events.decided.listeners):
         key = key, place
     if key in cache and not (listens and place is None):
         found = cache[key]
@@ -165,11 +164,6 @@ def _patterns(layers: Iterable[RuleLayer]) -> Iterator[tuple[RuleLayer, Match]]:
 def unused(layers: Iterable[RuleLayer]) -> list[Match]:
     """The users' rules in `layers`, by pattern, that have had no effect in this process."""
     return [pair for _, pair in _patterns(layers) if not _process.follows(pair)]
-
-
-def _hint(pattern: str, paths: set[str]) -> str:
-    """What else to know about a pattern that matched nothing in a program with modules at `paths`."""
-    return module_patterns.nearest(pattern, paths) if module_patterns.is_module_pattern(pattern) else ""
 
 
 @functools.cache
@@ -215,15 +209,16 @@ def report(policy: Policy, effects: Effects, vocabulary: Vocabulary, *, strict: 
         _process.uses[pair].judged = True
         if effects.follows(pair):
             continue
-        hidden = invisible(pair.pattern, vocabulary)
-        hidden = hidden or (no_modules if module_patterns.is_module_pattern(pair.pattern) else "")
+        by_module = module_patterns.is_module_pattern(pair.pattern)
+        hidden = invisible(pair.pattern, vocabulary) or (no_modules if by_module else "")
         why = hidden or (effects.uses[pair].kept if pair in effects.uses else "")
-        why = why or f"it matched no operation of the program{_hint(pair.pattern, effects.paths)}"
+        nearest = module_patterns.nearest(pair.pattern, effects.paths) if by_module else ""
+        why = why or f"it matched no operation of the program{nearest}"
         (never if hidden and layer.layer in _FOR_THIS_CALL else without)[_line(pair, why)] = None
     if never or (without and strict):
         raise PolicyError(_text([*never, *(without if strict else ())], f"the {_FRONTS[vocabulary]} program"))
     if without:
-        _warn(_text([*without], f"the {_FRONTS[vocabulary]} program"))
+        events.warn(_text([*without], f"the {_FRONTS[vocabulary]} program"), RuleWarning)
 
 
 def report_unmatched(layer: RuleLayer, *, strict: bool, once: bool = False) -> None:
@@ -248,15 +243,11 @@ def report_unmatched(layer: RuleLayer, *, strict: bool, once: bool = False) -> N
     if lines and strict:
         raise PolicyError(_text(lines, "what ran under autocast"))
     if lines:
-        _warn(_text(lines, "what ran under autocast"))
+        events.warn(_text(lines, "what ran under autocast"), RuleWarning)
 
 
 def _line(pair: Match, why: str) -> str:
     return f"{pair.pattern} = {pair.rule.cast} ({pair.rule.origin}): {why}"
-
-
-def _warn(text: str) -> None:
-    events.warn(text, RuleWarning)
 
 
 def _text(lines: list[str], program: str) -> str:

@@ -1,8 +1,8 @@
 """Read policies from TOML; the built-in tables and a user's file share one format and one reader.
 
 Header: ``name``, ``low``, ``jax_low``, ``dtypes``, ``extends``, ``summary``, ``source``.  Rows: ``[[rule]]`` with
-``operations``, ``cast``, ``why``, ``source`` and optionally ``note``.  A built-in table must give all of them, sorted,
-with exact names; in a user's file only ``operations`` and ``cast`` are needed (docs/policy.md).
+``operations``, ``cast``, ``why``, ``source`` and optionally ``note``.  A built-in table has all of them, sorted, with
+exact names; in a user's file only ``operations`` and ``cast`` are needed (docs/policy.md).
 """
 
 from __future__ import annotations
@@ -29,14 +29,9 @@ DEFAULT: Final = "default"
 """Where a front takes a policy: the device's own, as without one (`default_name`)."""
 
 _HEADER: Final = ("dtypes", "extends", "jax_low", "low", "name", "source", "summary")
-_OPTIONAL: Final = ("extends", "jax_low")
 _ROW: Final = ("cast", "note", "operations", "source", "why")
-_HALF: Final = ("bf16", "bfloat16", "float16", "fp16")
+_NARROW: Final = ("bf16", "bfloat16", "float16", "fp16", "fp8")
 """dtypes that are written in place of the cast ``low``."""
-
-_NO_FLOAT8: Final = (
-    "8-bit products left in 0.3.0, no machine has run them. Use qwix in JAX, torchao or TransformerEngine on CUDA"
-)
 
 PolicyLike: TypeAlias = "str | os.PathLike[str] | Policy"
 
@@ -62,8 +57,6 @@ def load(policy: PolicyLike) -> Policy:
         )
     if policy in BUILTIN:
         return _builtin(str(policy))
-    if policy == "fp8":
-        raise PolicyError(f"policy 'fp8': {_NO_FLOAT8}; here use policy='gpu', which is bfloat16 or float16")
     if policy == DEFAULT:
         raise PolicyError(
             "the policy 'default' is the device's own: 'tpu' on XLA:TPU and XLA:CPU, 'gpu' on XLA:GPU, torch's rules "
@@ -189,20 +182,18 @@ def _parse(file: str, text: str, layer: Layer) -> tuple[dict[str, Any], RuleLaye
     rows = data.pop("rule", [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         _fail(file, "rules must be written as tables under [[rule]], with two brackets")
-    _check_header(file, data, complete=layer == "builtin")
+    _check_header(file, data)
     lines = [number for number, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*rule\s*]]", line)]
     if len(lines) != len(rows):  # rules written inline have no line to report, only a number
         lines = [0] * len(rows)
     rules = []
     for number, (line, row) in enumerate(zip(lines, rows, strict=True), 1):
-        rules.append(_rule(f"{file}:{line} (rule {number})" if line else f"{file} (rule {number})", row, file, layer))
+        rules.append(_rule(f"{file}:{line} (rule {number})" if line else f"{file} (rule {number})", row, file))
     return data, check(RuleLayer(layer=layer, origin=file, rules=tuple(rules)))
 
 
-def _check_header(file: str, header: dict[str, Any], *, complete: bool) -> None:
+def _check_header(file: str, header: dict[str, Any]) -> None:
     _check_keys(file, header, _HEADER, what="header key")
-    if complete and (missing := [key for key in _HEADER if key not in header and key not in _OPTIONAL]):
-        _fail(file, f"the header lacks {', '.join(missing)}")
     for key in ("extends", "name", "source", "summary"):
         if key in header and not isinstance(header[key], str):
             _fail(file, f"{key} must be a string, got {header[key]!r}")
@@ -231,19 +222,16 @@ def _check_keys(where: str, given: Iterable[str], legal: Collection[str], *, wha
             _fail(where, f"unknown {what} {key!r}{hint} Legal: {', '.join(legal)}")
 
 
-def _rule(where: str, row: dict[str, Any], file: str, layer: Layer) -> Rule:
+def _rule(where: str, row: dict[str, Any], file: str) -> Rule:
     _check_keys(where, row, _ROW, what="key")
-    needed = ("operations", "cast", "why", "source") if layer == "builtin" else ("operations", "cast")
-    if missing := [key for key in needed if key not in row]:
-        _fail(where, f"{', '.join(missing)} missing; a row has {', '.join(needed)}")
+    if missing := [key for key in ("operations", "cast") if key not in row]:
+        _fail(where, f"{', '.join(missing)} missing; a row has operations and cast")
     operations = row["operations"]
     if not isinstance(operations, list) or not operations or not all(isinstance(name, str) for name in operations):
         _fail(where, f'operations must be a non-empty list of names, e.g. ["softmax"], got {operations!r}')
     for key in ("why", "source", "note"):
         if not isinstance(row.get(key, ""), str):
             _fail(where, f"{key} must be a string, got {row[key]!r}")
-    if layer == "builtin":
-        _check_builtin(where, operations, row["cast"])
     return rule(
         where,
         operations,
@@ -260,10 +248,8 @@ def rule(where: str, operations: Iterable[str], cast: Any, *, why: str, source: 
     Raises:
         PolicyError: the cast is unknown.
     """
-    if cast in ("fp8", "float8", "float8_e4m3fn"):
-        _fail(where, f"cast {cast!r} for {', '.join(operations)}: {_NO_FLOAT8}; here write 'low'")
     if cast not in CASTS:
-        close = ["low"] if cast in _HALF else difflib.get_close_matches(str(cast), CASTS, n=1, cutoff=0.4)
+        close = ["low"] if cast in _NARROW else difflib.get_close_matches(str(cast), CASTS, n=1, cutoff=0.4)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         _fail(where, f"unknown cast {cast!r} for {', '.join(operations)}{hint} Casts: {', '.join(CASTS)}")
     return Rule(
@@ -274,20 +260,6 @@ def rule(where: str, operations: Iterable[str], cast: Any, *, why: str, source: 
         note=note,
         origin=where,
     )
-
-
-def _check_builtin(where: str, operations: list[str], cast: Any) -> None:
-    if operations != sorted(operations):
-        first = next(name for name, right in zip(operations, sorted(operations), strict=True) if name != right)
-        _fail(where, f"operations are not sorted from {first!r} on")
-    for name in operations:
-        if module_patterns.is_module_pattern(name):
-            if not module_patterns.parse(name).operations:
-                _fail(where, f"{name!r}: a built-in rule for modules ends in an operation")
-        elif name not in op_catalog.catalogue().classes:
-            _fail(where, op_catalog.unknown(name))
-    if problem := op_catalog.unfit(filter(op_catalog.catalogue().classes.__contains__, operations), cast):
-        _fail(where, problem)
 
 
 def check(layer: RuleLayer) -> RuleLayer:

@@ -480,9 +480,6 @@ def test_arguments_that_cannot_be_followed() -> None:
         autocast(text, dtype="float8_e4m3fn")
     with pytest.raises(PolicyError, match="unknown policy 'tpx'"):
         autocast(text, policy="tpx")
-    for given in ({"policy": "fp8"}, {"rules": {"matmul": "fp8"}}):
-        with pytest.raises(PolicyError, match=r"8-bit products left in 0\.3\.0.*Use qwix in JAX"):
-            autocast(text, **given)
     with pytest.raises(ModuleError, match=r"expects MLIR text or bytes.*got int"):
         autocast(3)
     with pytest.raises(ModuleError, match="nothing to convert"):
