@@ -218,7 +218,8 @@ def report(policy: Policy, effects: Effects, vocabulary: Vocabulary, *, strict: 
     if never or (without and strict):
         raise PolicyError(_text([*never, *(without if strict else ())], f"the {_FRONTS[vocabulary]} program"))
     if without:
-        events.warn(_text([*without], f"the {_FRONTS[vocabulary]} program"), RuleWarning)
+        text = _text([*without], f"the {_FRONTS[vocabulary]} program")
+        events.warn(text, RuleWarning)
 
 
 def report_unmatched(layer: RuleLayer, *, strict: bool, once: bool = False) -> None:
@@ -239,11 +240,11 @@ def report_unmatched(layer: RuleLayer, *, strict: bool, once: bool = False) -> N
     found = [pair for pair in unused((layer,)) if not _process.uses[pair].judged]
     for pair in found if once else ():
         _process.uses[pair].judged = True
-    lines = [_line(pair, "it has matched no operation") for pair in found]
-    if lines and strict:
-        raise PolicyError(_text(lines, "what ran under autocast"))
-    if lines:
-        events.warn(_text(lines, "what ran under autocast"), RuleWarning)
+    text = _text([_line(pair, "it has matched no operation") for pair in found], "what ran under autocast")
+    if found and strict:
+        raise PolicyError(text)
+    if found:
+        events.warn(text, RuleWarning)
 
 
 def _line(pair: Match, why: str) -> str:

@@ -51,7 +51,8 @@ class DeviceLoader:
         self.prefetch = prefetch
         self._is_xla = device is None or devices.is_xla(devices.device_type(device, "DeviceLoader"))
         self._device = None if self._is_xla else torch.device(device)
-        self._passes: weakref.WeakSet[_Pass] = weakref.WeakSet()
+        self._passes: weakref.WeakKeyDictionary[Iterator[Any], tuple[threading.Event, threading.Thread]]
+        self._passes = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
         device = "the XLA device" if self._device is None else str(self._device)
@@ -66,9 +67,14 @@ class DeviceLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        started = _Pass(iter(self.loader), self._upload(), self.prefetch, xla_model.mark_step if self._is_xla else None)
-        self._passes.add(started)
-        return started
+        ready: queue.Queue[tuple[int, Any]] = queue.Queue(self.prefetch)
+        stop, batches = threading.Event(), iter(self.loader)
+        thread = threading.Thread(
+            target=_fill, args=(batches, self._upload(), ready, stop), name="xla_amp-loader", daemon=True
+        )
+        running = _batches(thread, ready, stop, xla_model.mark_step if self._is_xla else lambda: None)
+        self._passes[running] = stop, thread
+        return running
 
     def _upload(self) -> Callable[[torch.Tensor], torch.Tensor]:
         if self._is_xla:
@@ -80,46 +86,30 @@ class DeviceLoader:
 
     def close(self) -> None:
         """Ends every running pass and its thread."""
-        for running in list(self._passes):
-            running.close()
+        for stop, thread in list(self._passes.values()):
+            stop.set()
+            if thread.is_alive():
+                thread.join()
 
 
-class _Pass(Iterator[Any]):
+def _batches(
+    thread: threading.Thread, ready: queue.Queue[tuple[int, Any]], stop: threading.Event, end_step: Callable[[], None]
+) -> Iterator[Any]:
     """One pass over the loader; the thread does not refer to it, so dropping it ends the thread."""
-
-    def __init__(
-        self,
-        batches: Iterator[Any],
-        upload: Callable[[torch.Tensor], torch.Tensor],
-        prefetch: int,
-        end_step: Callable[[], None] | None,
-    ) -> None:
-        self._end_step = end_step
-        self._ready: queue.Queue[tuple[int, Any]] = queue.Queue(prefetch)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=_fill, args=(batches, upload, self._ready, self._stop), name="xla_amp-loader", daemon=True
-        )
-        self._thread.start()
-        self._finalizer = weakref.finalize(self, self._stop.set)
-
-    def __next__(self) -> Any:
-        if self._end_step is not None:
-            self._end_step()
-        if self._stop.is_set():
-            raise StopIteration
-        kind, value = self._ready.get()
-        if kind == _ITEM:
-            return value
-        self.close()
-        if kind == _ERROR:
-            raise value
-        raise StopIteration
-
-    def close(self) -> None:
-        """Ends the thread and the pass."""
-        self._stop.set()
-        self._thread.join()
+    thread.start()
+    try:
+        while True:
+            end_step()
+            if stop.is_set():
+                return
+            kind, value = ready.get()
+            if kind == _ERROR:
+                raise value
+            if kind == _END:
+                return
+            yield value
+    finally:
+        stop.set()
 
 
 def _moved(upload: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
