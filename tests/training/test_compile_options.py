@@ -33,19 +33,10 @@ def device():
     execute.clear_programs()
 
 
-@pytest.mark.parametrize("platform", pjrt.OPTIONS)
-def test_rows_have_a_reason_and_are_the_default(monkeypatch, platform):
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    monkeypatch.delenv(VARIABLE, raising=False)
-    rows = pjrt.OPTIONS[platform]
-    assert list(rows) == sorted(rows)
-    assert all(row.why.endswith(".") and row.source for row in rows.values())
-    assert pjrt.compiler_options(platform) == {name: row.value for name, row in rows.items()}
-
-
 @pytest.mark.parametrize(
     ("flags", "ours", "expected"),
     [
+        ("", "", {ROUNDING: "False"}),
         ("", "xla_allow_excess_precision=true", {ROUNDING: "True"}),
         ("", "xla_allow_excess_precision=", {}),
         ("", "xla_gpu_autotune_level=0", {ROUNDING: "False", "xla_gpu_autotune_level": "0"}),

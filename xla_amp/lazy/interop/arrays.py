@@ -64,7 +64,7 @@ def from_jax(array: jax.Array) -> torch.Tensor:
     Raises:
         DeviceError: the array is on another device, or was donated.
         UnsupportedDtypeError: torch has no such dtype.
-        TypeError: not a concrete array.
+        TypeError: not an array, or a tracer.
         EngineError: the process uses torch_xla.
 
     Example:
@@ -74,17 +74,6 @@ def from_jax(array: jax.Array) -> torch.Tensor:
     """
     base.require_lazy("from_jax()", "torch.from_numpy(numpy.array(array)).to(xla_amp.xla_device())")
     device()
-    return tensor_over(array)
-
-
-def tensor_over(array: jax.Array) -> torch.Tensor:
-    """A lazy tensor over an array, without a copy.
-
-    Raises:
-        DeviceError: the array lives on another JAX device, or was donated.
-        UnsupportedDtypeError: torch has no such dtype.
-        TypeError: not an array, or a tracer.
-    """
     if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
         hint = "; inside a JAX function call torch code through xla_amp.jax.functional(module)"
         traced = isinstance(array, jax.core.Tracer)

@@ -16,6 +16,7 @@ from xla_amp.backends import base, trees
 from xla_amp.common import arguments
 from xla_amp.errors import CaptureError
 from xla_amp.lazy import private_api
+from xla_amp.lazy.capture.values import bound
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.interop.locations import Locations
 from xla_amp.lazy.programs import execute, pjrt
@@ -204,12 +205,7 @@ def _named_state(step: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]
     if isinstance(step, torch.nn.Module):
         yield from _state("", step)
         return
-    function = inspect.unwrap(step)
-    function = getattr(function, "__func__", function)
-    if not inspect.isfunction(function):
-        return
-    variables = inspect.getclosurevars(function)
-    for name, value in (*variables.nonlocals.items(), *variables.globals.items()):
+    for value, name, _ in bound(step)[0]:
         yield from _state(name, value)
 
 

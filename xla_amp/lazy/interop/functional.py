@@ -7,6 +7,7 @@ pass after it, and the two parts become a `jax.custom_vjp`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from xla_amp.backends import base, trees
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH
 from xla_amp.lazy.interop.arrays import to_jax
-from xla_amp.lazy.interop.functionalize import FunctionTrace, evaluate, tracing
+from xla_amp.lazy.interop.functionalize import FunctionTrace, evaluate, numbers_of, tracing
 from xla_amp.lazy.interop.torch_function import has_64_bits
 from xla_amp.lazy.programs.observed import Function
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -103,32 +104,26 @@ class TorchFunction:
                 )
         indices = [i for i, arg in enumerate(flat_args) if isinstance(arg, jax.Array | np.ndarray | np.generic)]
         call = _ModuleCall(self._module, self._dtypes, list(params), list(state), flat_args, tree, indices)
-        words = None if rng is None else _words(rng)
+        words = None if rng is None else jax.random.bits(rng, (2,), jnp.uint32)  # seed and offset of the generator
         values = [jnp.asarray(params[name]) for name in params], [jnp.asarray(flat_args[index]) for index in indices]
         results, new_buffers = call.run(*values, [jnp.asarray(state[name]) for name in state], words)
         output = call.output(results)
         return output if buffers is None else (output, dict(zip(state, new_buffers, strict=True)))
 
 
+@dataclasses.dataclass(eq=False)
 class _ModuleCall:
     """One call of a module: its trace, and the JAX function outputs from it."""
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        dtypes: Mapping[str, torch.dtype],
-        params: list[str],
-        buffers: list[str],
-        flat_args: list[Any],
-        tree: Any,
-        indices: list[int],
-    ) -> None:
-        self._module = module
-        self._dtypes = dtypes
-        self._params, self._buffers = params, buffers
-        self._flat_args, self._argument_tree, self._array_indices = flat_args, tree, indices
-        self._result_tree: Any = None
-        self._result_items: list[Any] = []
+    _module: torch.nn.Module
+    _dtypes: Mapping[str, torch.dtype]
+    _params: list[str]
+    _buffers: list[str]
+    _flat_args: list[Any]
+    _argument_tree: Any
+    _array_indices: list[int]
+    _result_tree: Any = None
+    _result_items: Sequence[Any] = ()
 
     def run(self, params: Any, inputs: Any, buffers: Any, words: Any) -> tuple[list[Any], list[Any]]:
         """(results, new buffers), differentiable by `params` and `inputs`."""
@@ -149,12 +144,13 @@ class _ModuleCall:
             outputs, state = self._record(trace, params, inputs, buffers, grad=False)[:2]
             function = trace.whole([*outputs, *state])
         dtypes = self._placeholder_dtypes(params, buffers, inputs)
-        return self._split_results(_run(function, [*params, *buffers, *inputs], words, dtypes), outputs)
+        values = _run(function, [*params, *buffers, *inputs], words, dtypes)
+        return values[: len(outputs)], values[len(outputs) :]
 
     def _forward_and_saved(self, params: Any, inputs: Any, buffers: Any, words: Any) -> Any:
         with tracing() as trace, torch.enable_grad():
             outputs, state, sources = self._record(trace, params, inputs, buffers, grad=True)
-            numbers = trace.numbers([*outputs, *state])
+            numbers = numbers_of([*outputs, *state])
             trace.split()
             roots = [x for x in outputs if x.requires_grad]
             # Only these need a cotangent; the others get None.
@@ -173,7 +169,8 @@ class _ModuleCall:
             found=tuple(gradient is not None for gradient in gradients),
         )
         saved = jax.tree_util.Partial(pullback, outs[count:])
-        return self._split_results(_narrow(outs[:count]), outputs), (saved, params, inputs, words)
+        values = _narrow(outs[:count])
+        return (values[: len(outputs)], values[len(outputs) :]), (saved, params, inputs, words)
 
     def _backward(self, residuals: Any, cotangents: Any) -> Any:
         pullback, params, inputs, words = residuals
@@ -218,10 +215,6 @@ class _ModuleCall:
             for name, x in named
         ]
         return [*own, *(_argument_dtype(x) for x in inputs)]
-
-    @staticmethod
-    def _split_results(values: list[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        return values[: len(outputs)], values[len(outputs) :]
 
 
 _TENSOR = object()
@@ -275,11 +268,6 @@ def _run(
 def _narrow(values: Sequence[Any]) -> list[Any]:
     """Values in the dtypes that JAX's 64-bit setting allows."""
     return [x.astype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in values]
-
-
-def _words(rng: jax.Array) -> jax.Array:
-    """Seed and offset for the device's generator from a key, uint32[2]."""
-    return jax.random.bits(rng, (2,), jnp.uint32)
 
 
 def _argument_dtype(x: Any) -> torch.dtype:

@@ -85,7 +85,7 @@ class FunctionTrace:
 
     def __init__(self) -> None:
         self._buffers: list[Buffer] = []
-        self._split: Position | None = None
+        self._split = BEGIN
         self._state = generator.state()
         self.locations = Locations()
 
@@ -124,23 +124,21 @@ class FunctionTrace:
     def whole(self, wanted: Sequence[torch.Tensor]) -> Function:
         """The trace as a function from the arguments to the values of `wanted`."""
         places = self.locations.of(trace.code)
-        return _function([], trace.code, places, _numbers(wanted), BEGIN, Position.now(), self._buffers)
+        return _function([], trace.code, places, numbers_of(wanted), BEGIN, Position.now(), self._buffers)
 
     def halves(self, results: Sequence[int], wanted: Sequence[torch.Tensor]) -> tuple[Function, Function]:
         """The two parts.
 
         Args:
-            results: numbers of the forward part's results (`numbers`).
+            results: numbers of the forward part's results (`numbers_of`).
             wanted: results of the backward part.
 
         Returns:
             A function from the first arguments to the results followed by the saved values; and a function from the
             saved values and the arguments made after `split` to `wanted`.
         """
-        numbers = _numbers(wanted)
+        numbers = numbers_of(wanted)
         at = self._split
-        if at is None:
-            raise EngineError("FunctionTrace.halves() before split()")
         first, second = Tape(trace.code).split(at)
         read = [*second.earlier(), *(number for number in numbers if 0 <= number < at.values)]
         saved = {number: index for index, number in enumerate(dict.fromkeys(read))}
@@ -157,12 +155,9 @@ class FunctionTrace:
         before = [Buffer(specs[number]) for number in saved]  # type: ignore[arg-type]
         return forward, _function(before, code, places, wanted_numbers, at, Position.now(), others)
 
-    def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Numbers of the tensors' current values in the trace."""
-        return _numbers(tensors)
 
-
-def _numbers(tensors: Sequence[torch.Tensor]) -> list[int]:
+def numbers_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers of the tensors' current values in the trace."""
     with trace.lock:
         return [tensor_io.read(tensor)[0] for tensor in tensors]
 

@@ -16,7 +16,7 @@ from xla_amp.backends import base
 from xla_amp.errors import UnsupportedDtypeError
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH
 from xla_amp.lazy.graph.trace import Instruction, record, spec, trace
-from xla_amp.lazy.interop.arrays import tensor_over
+from xla_amp.lazy.interop.arrays import from_jax
 from xla_amp.lazy.steps.loops import flush_if_full
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -63,8 +63,13 @@ def torch_function(fn: Callable[..., Any]) -> Callable[..., Any]:
         kinds: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, jax.Array):
-                leaf = tensor_over(leaf)
+                leaf = from_jax(leaf)
             if isinstance(leaf, torch.Tensor):
+                if leaf.device.type != DEVICE_TYPE and leaf.dim():
+                    raise TypeError(
+                        f"torch_function({_name(fn)}) takes tensors of the lazy device, got one of shape "
+                        f"{list(leaf.shape)} on {leaf.device}; move it with tensor.to(xla_amp.xla_device())"
+                    )
                 tensors.append(leaf)
                 kinds.append(_TENSOR)
             elif type(leaf) is float:
@@ -84,8 +89,7 @@ def torch_function(fn: Callable[..., Any]) -> Callable[..., Any]:
             raise TypeError(f"{_name(fn)}: arguments beside tensors and floats must be hashable: {error}") from None
         if found is None:
             found = traced[key] = _Traced.trace(fn, tree, kinds, tensors, len(numbers), wanted)
-        tensors = [x if x.device.type == DEVICE_TYPE or x.dim() == 0 else _raise_wrong_device(fn, x) for x in tensors]
-        recorded = _TracedCall.apply if wanted else _without_gradients
+        recorded: Any = _TracedCall.apply if wanted else _without_gradients
         results = recorded(found, numbers, *tensors)
         return jax.tree.unflatten(found.tree, results)
 
@@ -102,13 +106,6 @@ _TENSOR, _NUMBER = "tensor", "number"
 
 def _name(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
-
-
-def _raise_wrong_device(fn: Any, tensor: torch.Tensor) -> torch.Tensor:
-    raise TypeError(
-        f"torch_function({_name(fn)}) takes tensors of the lazy device, got one of shape {list(tensor.shape)} on "
-        f"{tensor.device}; move it with tensor.to(xla_amp.xla_device())"
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -244,7 +244,7 @@ def _recorded() -> Run:
 def _choose(run: Run) -> None:
     """Finds the program, None if it has to be built."""
     if mesh.is_partitioned():
-        placements = tuple(map(mesh.placement_of, run.parameters))
+        placements = tuple(array.sharding for array in run.arrays)
         shardings = Shardings(placements, mesh.output_shardings(run.targets, len(run.overwritten)))
         run.key = dataclasses.replace(run.key, shardings=shardings)
     if run.held is not None:

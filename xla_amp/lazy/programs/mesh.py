@@ -157,16 +157,10 @@ def move_to_mesh(buffers: Iterable[Buffer]) -> None:
                 buffer.store(put(buffer.array))
 
 
-def placement_of(buffer: Buffer) -> jax.sharding.Sharding:
-    """The sharding of the buffer's array."""
-    sharding: jax.sharding.Sharding = buffer.array.sharding
-    return sharding
-
-
 def output_shardings(targets: Sequence[Buffer], overwritten: int) -> tuple[jax.sharding.Sharding | None, ...]:
     """The sharding of each target, None if XLA may choose; the first `overwritten` ones keep their sharding."""
     return tuple(
-        sharding_of(buffer) or (placement_of(buffer) if index < overwritten else None)
+        sharding_of(buffer) or (buffer.array.sharding if index < overwritten else None)
         for index, buffer in enumerate(targets)
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
 import jax
 
@@ -72,30 +71,11 @@ def platform() -> str:
 # ---- compiler options by platform ------------------------------------------------------------------------------------
 
 
-class CompilerOption(NamedTuple):
-    """A row of the table."""
-
-    value: str
-    """As XLA reads it: ``"False"``, ``"0"``."""
-    why: str
-    source: str
-
-
-OPTIONS: Mapping[str, Mapping[str, CompilerOption]] = MappingProxyType(
-    {
-        "cpu": {},
-        "gpu": {
-            "xla_allow_excess_precision": CompilerOption(
-                "False",
-                "If allowed, XLA omits a rounding between two float32 computations, and stores in float32 what the "
-                "policy has cast to a low dtype: a third more bytes for a residual network with leaky ReLU.",
-                "xla/xla.proto, DebugOptions; tests/training/test_compile_options.py",
-            ),
-        },
-        "tpu": {},
-    }
-)
-"""Platform -> name of the XLA option -> its value."""
+# If excess precision is allowed, XLA omits a rounding between two float32 computations, and stores in float32 what the
+# policy has cast to a low dtype: a third more bytes for a residual network with leaky ReLU (xla/xla.proto,
+# DebugOptions).
+OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType({"gpu": {"xla_allow_excess_precision": "False"}})
+"""Platform -> name of the XLA option -> its value as XLA reads it."""
 
 
 def compiler_options(of: str) -> dict[str, str]:
@@ -110,7 +90,7 @@ def compiler_options(of: str) -> dict[str, str]:
         PolicyError: ``XLA_AMP_COMPILER_OPTIONS`` cannot be read.
     """
     named = config.xla_flags()
-    ours = {name: option.value for name, option in OPTIONS.get(of, {}).items()}
+    ours = dict(OPTIONS.get(of, {}))
     if compiling.runs_few_times():
         ours |= {name: str(value) for name, value in compiling.quick_options(of, 0).items()}
     ours = {name: value for name, value in ours.items() if name not in named}

@@ -8,11 +8,10 @@ size is estimated from the count of operations.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable
 
 from xla_amp.common import config
 from xla_amp.lazy import private_api
@@ -107,20 +106,10 @@ def _drop_instructions() -> None:
     _instruction_limit = max(_LEAST_INSTRUCTIONS, 2 * len(graph.instructions))
 
 
-@functools.cache
-def _trim_function() -> Callable[[int], int] | None:
-    try:
-        function: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError):  # not the GNU C library
-        return None
-    return function
-
-
 def _trim() -> None:
     # XLA compiles on several threads, so what it frees is spread over many of malloc's arenas and stays there: 400 MiB
     # after the step of a GPT-2 of two layers.
     global _untrimmed
     _untrimmed = 0
-    trim = _trim_function()
-    if trim is not None:
-        trim(0)
+    with contextlib.suppress(AttributeError, OSError):  # not the GNU C library
+        ctypes.CDLL(None).malloc_trim(0)

@@ -110,7 +110,25 @@ def synchronize(device: Any) -> None:
 # ---- the device's only stream, and events ----------------------------------------------------------------------------
 
 
-class Stream(torch.Stream):
+class _InOrder:
+    """What streams and events of the device's only stream do: all that is recorded later runs later."""
+
+    def synchronize(self) -> None:
+        """Runs what was recorded, also after the event, and waits for the device."""
+        sync(wait=True)
+
+    def query(self) -> bool:
+        """Waits as `synchronize` does, so that the answer is True."""
+        sync(wait=True)
+        return True
+
+    def wait(self, other: Any = None) -> None:
+        """Returns at once: the other stream is this one."""
+
+    wait_stream = wait_event = wait
+
+
+class Stream(_InOrder, torch.Stream):
     """``torch.jax.Stream``: another name of the device's only stream, whatever its priority.
 
     Raises:
@@ -121,21 +139,6 @@ class Stream(torch.Stream):
         select(device)
         return super().__new__(cls, device=DEVICE_TYPE)
 
-    def synchronize(self) -> None:
-        """Runs what was recorded and waits for the device."""
-        sync(wait=True)
-
-    def query(self) -> bool:
-        """Waits as `synchronize` does, so that the answer is True."""
-        sync(wait=True)
-        return True
-
-    def wait_stream(self, stream: Any) -> None:
-        """Returns at once: the other stream is this one."""
-
-    def wait_event(self, event: Any) -> None:
-        """Returns at once: the event is of this stream."""
-
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
         """Records an event, a new one if none is given."""
         event = Event() if event is None else event
@@ -143,7 +146,7 @@ class Stream(torch.Stream):
         return event
 
 
-class Event(torch.Event):
+class Event(_InOrder, torch.Event):
     """``torch.jax.Event``: a point in the device's only stream.
 
     With `enable_timing`, `record` runs what was recorded and waits for the device, which ends the step's program there:
@@ -152,18 +155,9 @@ class Event(torch.Event):
     Args:
         enable_timing: whether `elapsed_time` is wanted.
         blocking: without effect.
-        interprocess: must be False.
-
-    Raises:
-        ValueError: `interprocess`: no other process can wait for the device.
     """
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-        if interprocess:
-            raise ValueError(
-                "torch.jax.Event(interprocess=True): expected False, because another process cannot wait for this "
-                "process's device"
-            )
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False) -> Event:
         event = super().__new__(cls, device=DEVICE_TYPE, enable_timing=enable_timing)
         event._timed, event._time = enable_timing, None
         return event
@@ -177,18 +171,6 @@ class Event(torch.Event):
         if self._timed:
             sync(wait=True)
             self._time = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
-        """Returns at once: what is recorded later runs later."""
-
-    def synchronize(self) -> None:
-        """Runs what was recorded, also after the event, and waits for the device."""
-        sync(wait=True)
-
-    def query(self) -> bool:
-        """Waits as `synchronize` does, so that the answer is True."""
-        sync(wait=True)
-        return True
 
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds from this event to `end_event`.
