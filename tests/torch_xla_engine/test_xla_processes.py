@@ -71,6 +71,6 @@ def test_gradients_of_sums_can_be_reduced_in_place():
     """torch_xla 2.9 adds where it should overwrite a tensor whose elements share memory."""
     weight = nn.Parameter(torch.ones(2).to("xla"))
     weight.sum().backward()
-    [reduced] = base.processes().all_reduce("sum", [weight.grad], None, True)
+    [reduced] = base.processes().collective("all_reduce", [weight.grad], None, reduce_type="sum", pin_layout=True)
     weight.grad.copy_(reduced * 3)
     assert weight.grad.tolist() == [3.0, 3.0]

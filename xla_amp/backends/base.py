@@ -60,15 +60,13 @@ class Processes(Protocol):
     def local_ordinal(self) -> int:
         """Rank of this process on its host, from 0."""
 
-    def all_reduce(
-        self, reduce_type: str, tensors: Sequence[torch.Tensor], groups: Any, pin_layout: bool
-    ) -> Sequence[torch.Tensor]:
-        """New tensors, reduced over all processes (``"sum"``, ``"mul"``, ``"and"``, ``"or"``, ``"min"``, ``"max"``)."""
-
     def collective(
         self, name: str, tensors: Sequence[torch.Tensor], groups: Any, **options: Any
     ) -> Sequence[torch.Tensor]:
-        """New tensors: the collective `name` of each (names as in `xla_amp.pytorch.distributed.xm_collectives`)."""
+        """New tensors: the collective `name` of each over all processes, or those of each group.
+
+        Names and options are as in `xla_amp.pytorch.distributed.xm_collectives`.
+        """
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int]) -> list[bytes]:
         """Waits for all processes at `tag`; returns the payload of each."""

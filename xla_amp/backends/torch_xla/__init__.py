@@ -212,9 +212,16 @@ def _broadcast(tensor: torch.Tensor, groups: Any, parts: int, *, root: int) -> t
     return value
 
 
+def _all_reduce(tensor: torch.Tensor, groups: Any, parts: int, *, reduce_type: str, pin_layout: bool) -> torch.Tensor:
+    amp_kernels.make_own(tensor)  # callers write the result to it
+    reduced: torch.Tensor = xm.all_reduce(reduce_type, tensor, 1.0, groups, pin_layout=pin_layout)
+    return reduced
+
+
 _COLLECTIVES: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
     {
         "all_gather": lambda tensor, groups, parts, *, dim: xm.all_gather(tensor, dim, groups),
+        "all_reduce": _all_reduce,
         "reduce_scatter": lambda tensor, groups, parts, *, reduce_type, dim: xm.reduce_scatter(
             reduce_type, tensor, 1.0, dim, parts, groups
         ),
@@ -232,10 +239,6 @@ def _no_deprecations() -> Iterator[None]:
         yield
 
 
-def _lists(groups: Any) -> list[list[int]] | None:
-    return None if groups is None else [list(group) for group in groups]
-
-
 class _Processes:
     """The processes that `torch_xla.launch` has started."""
 
@@ -248,18 +251,12 @@ class _Processes:
     def local_ordinal(self) -> int:
         return int(torch_xla.runtime.local_ordinal())
 
-    def all_reduce(
-        self, reduce_type: str, tensors: Sequence[torch.Tensor], groups: Any, pin_layout: bool
-    ) -> Sequence[torch.Tensor]:
-        for tensor in tensors:
-            amp_kernels.make_own(tensor)  # callers write the result to it
-        return [xm.all_reduce(reduce_type, tensor, 1.0, _lists(groups), pin_layout=pin_layout) for tensor in tensors]
-
     def collective(
         self, name: str, tensors: Sequence[torch.Tensor], groups: Any, **options: Any
     ) -> Sequence[torch.Tensor]:
         parts = len(groups[0]) if groups else self.world_size()
-        return [_COLLECTIVES[name](tensor, _lists(groups), parts, **options) for tensor in tensors]
+        lists = None if groups is None else [list(group) for group in groups]
+        return [_COLLECTIVES[name](tensor, lists, parts, **options) for tensor in tensors]
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int]) -> list[bytes]:
         if self.world_size() == 1:

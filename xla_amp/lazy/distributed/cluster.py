@@ -45,6 +45,18 @@ def place() -> Process | None:
     return Process(rank, count, rank if local_rank is None else local_rank, address, config.timeout(), None)
 
 
+def world_size() -> int:
+    """Number of processes."""
+    process = place()
+    return 1 if process is None else process.world_size
+
+
+def ordinal() -> int:
+    """Rank of this process, from 0."""
+    process = place()
+    return 0 if process is None else process.rank
+
+
 @functools.cache
 def _of_cluster() -> Process | None:
     """What JAX says about the cluster, asked once: it may look at the machine's metadata."""

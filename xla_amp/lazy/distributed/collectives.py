@@ -49,10 +49,14 @@ REDUCTIONS: Mapping[str, Reduce] = MappingProxyType(
 class Collective:
     """One row of the table."""
 
-    shape: Callable[[Numbers, int, dict[str, Any]], Numbers]
+    emit: Callable[[Sequence[jax.Array], Any, int, dict[str, Any]], Sequence[jax.Array]]
+    """The operation: of the operands, the groups, the group size and the options."""
+    shape: Callable[[Numbers, int, dict[str, Any]], Numbers] = lambda shape, count, options: shape
     """Shape of the result: of the operand's shape, the group size and the options."""
-    emit: Callable[[jax.Array, Any, int, dict[str, Any]], jax.Array]
-    """The operation: of the operand, the groups, the group size and the options."""
+
+
+def _each(function: Callable[[jax.Array, Any, int, dict[str, Any]], jax.Array]) -> Any:
+    return lambda xs, groups, count, options: [function(x, groups, count, options) for x in xs]
 
 
 def _with(shape: Numbers, dim: int, extent: int) -> Numbers:
@@ -93,88 +97,61 @@ COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
     {
         "all_gather": Collective(
             shape=lambda shape, count, options: _with(shape, options["dim"], shape[options["dim"]] * count),
-            emit=lambda x, groups, count, options: lax.all_gather(
-                x, mesh.AXIS, axis=options["dim"], axis_index_groups=groups, tiled=True
+            emit=_each(
+                lambda x, groups, count, options: lax.all_gather(
+                    x, mesh.AXIS, axis=options["dim"], axis_index_groups=groups, tiled=True
+                )
             ),
+        ),
+        "all_reduce": Collective(
+            emit=lambda xs, groups, count, options: REDUCTIONS[options["reduce_type"]](tuple(xs), groups)
         ),
         "all_to_all": Collective(
-            shape=lambda shape, count, options: shape,
-            emit=lambda x, groups, count, options: lax.all_to_all(
-                x, mesh.AXIS, 0, 0, axis_index_groups=groups, tiled=True
-            ),
+            emit=_each(
+                lambda x, groups, count, options: lax.all_to_all(
+                    x, mesh.AXIS, 0, 0, axis_index_groups=groups, tiled=True
+                )
+            )
         ),
-        "collective_broadcast": Collective(shape=lambda shape, count, options: shape, emit=_broadcast),
+        "collective_broadcast": Collective(emit=_each(_broadcast)),
         "reduce_scatter": Collective(
             shape=lambda shape, count, options: _with(shape, options["dim"], shape[options["dim"]] // count),
-            emit=_scattered,
+            emit=_each(_scattered),
         ),
     }
 )
 _instructions = instruction_cache()
 
 
-def _world() -> int:
-    place = cluster.place()
-    return 1 if place is None else place.world_size
-
-
-def all_reduce(
-    reduce_type: str, tensors: Sequence[torch.Tensor], groups: Any = None, pin_layout: bool = True
-) -> list[torch.Tensor]:
-    """New tensors, reduced over all processes (of the group), as one operation of the step."""
-    if _world() == 1:
+def collective(name: str, tensors: Sequence[torch.Tensor], groups: Groups, **options: Any) -> list[torch.Tensor]:
+    """New tensors: the collective `name` of each, over all processes (of the group), as one operation of the step."""
+    if cluster.world_size() == 1:
         return [tensor.clone() for tensor in tensors]
-
-    def make(specs: tuple[Spec, ...], lists: Any) -> Instruction:
-        def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
-            return list(REDUCTIONS[reduce_type](tuple(inputs), lists))
-
-        return Instruction(
-            f"all_reduce.{reduce_type}", emit, specs, len(specs), collective=True, constants=_constants(lists)
-        )
-
-    return _record(("all_reduce", reduce_type), tensors, groups, make)
-
-
-def collective(name: str, tensors: Sequence[torch.Tensor], groups: Any, **options: Any) -> list[torch.Tensor]:
-    """New tensors: the collective `name` of each, as one operation of the step."""
-    count = _world() if groups is None else len(groups[0])
-    if _world() == 1:
-        return [tensor.clone() for tensor in tensors]
-    row = COLLECTIVES[name]
-
-    def make(specs: tuple[Spec, ...], lists: Any) -> Instruction:
-        outs = tuple(spec(row.shape(each.shape, count, options), each.dtype) for each in specs)
-
-        def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
-            return [row.emit(x, lists, count, options) for x in inputs]
-
-        return Instruction(name, emit, outs, len(specs), collective=True, constants=_constants(lists))
-
-    return _record((name, tuple(sorted(options.items()))), tensors, groups, make)
-
-
-def _constants(lists: Any) -> Mapping[str, Any]:
-    return {} if lists is None else {"groups": lists}
-
-
-def _record(
-    what: Any, tensors: Sequence[torch.Tensor], groups: Groups, make: Callable[[tuple[Spec, ...], Any], Instruction]
-) -> list[torch.Tensor]:
     if mesh.is_partitioned():
         raise DeviceError(
-            f"{what[0]}: these processes train on one mesh, {mesh.describe(mesh.active)}, where a tensor is the same "  # type: ignore[arg-type]
+            f"{name}: these processes train on one mesh, {mesh.describe(mesh.active)}, where a tensor is the same "  # type: ignore[arg-type]
             "to all of them and gradients are those of the whole batch: leave it out (optimizer.step() in place of "
             "xm.optimizer_step())"
         )
     with trace.lock:
         values = [tensor_io.read(tensor) for tensor in tensors]
         specs = tuple(value_spec for _, value_spec in values)
-        key = (what, specs, groups)
-        instruction = _instructions.get(key)
-        if instruction is None:
-            lists = None if groups is None else [list(group) for group in groups]
-            instruction = _instructions[key] = make(specs, lists)
-        first = record(instruction, *(number for number, _ in values))
-        outs: Any = instruction.outs
+        key = (name, tuple(sorted(options.items())), specs, groups)
+        if key not in _instructions:
+            _instructions[key] = _instruction(name, specs, groups, options)
+        first = record(_instructions[key], *(number for number, _ in values))
+        outs: Any = _instructions[key].outs
         return [tensor_io.new_tensor(value_spec, first + index) for index, value_spec in enumerate(outs)]
+
+
+def _instruction(name: str, specs: tuple[Spec, ...], groups: Groups, options: dict[str, Any]) -> Instruction:
+    row, lists = COLLECTIVES[name], None if groups is None else [list(group) for group in groups]
+    count = cluster.world_size() if groups is None else len(groups[0])
+    outs = tuple(spec(row.shape(each.shape, count, options), each.dtype) for each in specs)
+
+    def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
+        return list(row.emit(inputs, lists, count, options))
+
+    constants = {} if lists is None else {"groups": lists}
+    label = f"{name}.{options['reduce_type']}" if "reduce_type" in options else name
+    return Instruction(label, emit, outs, len(specs), collective=True, constants=constants)

@@ -36,8 +36,7 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     Raises:
         DeviceError: torch's rank or number of processes is not the device's.
     """
-    place = cluster.place()
-    mine = (0, 1) if place is None else (place.rank, place.world_size)
+    place, mine = cluster.place(), (cluster.ordinal(), cluster.world_size())
     if size > mine[1] or (size == mine[1] and rank != mine[0]):
         raise DeviceError(
             f"init_process_group('xla_amp'): torch says that this is process {rank} of {size}, the device that it is "
@@ -68,8 +67,7 @@ def members(call: str, group: Any) -> Members:
     Raises:
         DeviceError: other processes than the device's, or a group that is neither row nor column.
     """
-    place = cluster.place()
-    world = 1 if place is None else place.world_size
+    world = cluster.world_size()
     ranks = tuple(torch.distributed.get_process_group_ranks(group))
     if torch.distributed.get_world_size() != world:
         raise DeviceError(

@@ -21,7 +21,8 @@ from xla_amp.common import config
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import cluster
-from xla_amp.lazy.distributed.collectives import all_reduce as all_reduce
+from xla_amp.lazy.distributed.cluster import ordinal as ordinal
+from xla_amp.lazy.distributed.cluster import world_size as world_size
 from xla_amp.lazy.distributed.collectives import collective as collective
 
 _HEARTBEAT = 100
@@ -99,18 +100,6 @@ def exit_failed() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
-
-
-def world_size() -> int:
-    """Number of processes."""
-    process = cluster.place()
-    return 1 if process is None else process.world_size
-
-
-def ordinal() -> int:
-    """Rank of this process, from 0."""
-    process = cluster.place()
-    return 0 if process is None else process.rank
 
 
 def local_ordinal() -> int:

@@ -89,7 +89,7 @@ def _reduce(tensors: list[torch.Tensor], group: Any, operation: Any) -> None:
 
     def reduce(members: _Members) -> None:
         if members.size > 1:
-            reduced = collectives.all_reduce(kind, tensors, members.groups)
+            reduced = _results("all_reduce", members, tensors, reduce_type=kind)
             _write(tensors, [x / members.size for x in reduced] if average else reduced)
 
     _exchange("all_reduce", group, reduce)

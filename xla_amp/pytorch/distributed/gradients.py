@@ -9,6 +9,8 @@ import torch
 from xla_amp.backends import base, devices
 from xla_amp.pytorch.distributed import xm_collectives
 
+__all__ = ["broadcast_master_param", "reduce_gradients"]
+
 
 def broadcast_master_param(model: torch.nn.Module) -> None:
     """Copies the first process's parameters and buffers to all others, and ends the step."""
@@ -72,9 +74,9 @@ def average(
     dense = [(gradient, wanted) for gradient, wanted in pairs if not gradient.is_sparse]
     with torch.no_grad():
         # One collective for all gradients.
-        reduced = base.processes().all_reduce(
-            xm_collectives.REDUCE_SUM, [g.to(wanted) for g, wanted in dense], checked, pin_layout
-        )
+        options = {"reduce_type": xm_collectives.REDUCE_SUM, "pin_layout": pin_layout}
+        sent = [gradient.to(wanted) for gradient, wanted in dense]
+        reduced = base.processes().collective("all_reduce", sent, checked, **options)
         for (gradient, _), value in zip(dense, reduced, strict=True):
             gradient.copy_(mean(value))
         for gradient, wanted in pairs:

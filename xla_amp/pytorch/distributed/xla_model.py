@@ -25,6 +25,30 @@ from xla_amp.pytorch.device import xla_device_hw as xla_device_hw
 from xla_amp.pytorch.distributed import gradients
 from xla_amp.pytorch.distributed.xm_collectives import Groups
 
+__all__ = [
+    "add_step_closure",
+    "get_local_ordinal",
+    "get_memory_info",
+    "get_ordinal",
+    "get_rng_state",
+    "get_world_size",
+    "get_xla_supported_devices",
+    "is_master_ordinal",
+    "is_xla_tensor",
+    "mark_step",
+    "master_print",
+    "mesh_reduce",
+    "optimizer_step",
+    "rendezvous",
+    "save",
+    "send_cpu_data_to_device",
+    "set_rng_state",
+    "wait_device_ops",
+    "xla_device",
+    "xla_device_hw",
+    "xrt_world_size",
+]
+
 # ---- devices ---------------------------------------------------------------------------------------------------------
 
 

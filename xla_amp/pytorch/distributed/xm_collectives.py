@@ -13,6 +13,20 @@ import torch
 
 from xla_amp.backends import base
 
+__all__ = [
+    "REDUCE_AND",
+    "REDUCE_MAX",
+    "REDUCE_MIN",
+    "REDUCE_MUL",
+    "REDUCE_OR",
+    "REDUCE_SUM",
+    "REDUCE_TYPES",
+    "all_gather",
+    "all_reduce",
+    "collective_broadcast",
+    "reduce_scatter",
+]
+
 REDUCE_TYPES = ("sum", "mul", "and", "or", "min", "max")
 """Reductions of `all_reduce`, also as REDUCE_SUM and so on, as in torch_xla."""
 REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX = REDUCE_TYPES
@@ -114,14 +128,15 @@ def all_reduce(
     """
     _reduce_type("all_reduce", reduce_type)
     processes, checked = base.processes(), checked_groups("all_reduce", groups)
+    options = {"reduce_type": reduce_type, "pin_layout": pin_layout}
     if isinstance(inputs, torch.Tensor):
-        [reduced] = processes.all_reduce(reduce_type, [inputs], checked, pin_layout)
+        [reduced] = processes.collective("all_reduce", [inputs], checked, **options)
         return reduced if scale == 1.0 else reduced * scale
     if not isinstance(inputs, list | tuple) or not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
         raise TypeError(f"all_reduce: expected a tensor or a list of tensors, got {inputs!r} ({type(inputs).__name__})")
     with torch.no_grad():
         if processes.world_size() > 1:
-            values = processes.all_reduce(reduce_type, inputs, checked, pin_layout)
+            values = processes.collective("all_reduce", inputs, checked, **options)
             for tensor, value in zip(inputs, values, strict=True):
                 tensor.copy_(value)
         if scale != 1.0:
