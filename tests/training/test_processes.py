@@ -195,7 +195,7 @@ def test_processes_with_another_new_program_are_named_before_it_runs(own_policy)
     different = rf"operation \d is all_reduce\.sum\(%4\) .* 0, sin\(%4\) -> {low}\[4,4\] .* 1"
     assert re.search(different, first["operation"])
     assert re.search(rf"operation \d is .*{low}\[4,4\] .* 0, .*float32\[4,4\] .* 1", first["policy"])
-    assert "3 values are kept on process 0, 4 on process 1" in first["results"]
+    assert "is the end (3 results) on process 0, the end (4 results) on process 1" in first["results"]
 
 
 @pytest.mark.full

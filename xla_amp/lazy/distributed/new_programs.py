@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import linecache
 import zlib
@@ -107,49 +108,31 @@ def _without_donation(program: XlaProgram) -> XlaProgram:
 
 def _line() -> str:
     """The user's line that is running: ``"train.py:12: print(float(loss))"``."""
-    frame = events.user_frame()
-    if frame is None:
-        return "in a backward pass"
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    source = linecache.getline(file, line).strip()
-    return f"{file}:{line}" + (f": {source}" if source else "")
+    location = events.user_location()
+    file, _, line = location.rpartition(":")
+    source = linecache.getline(file, int(line)).strip() if location else ""
+    return f"{location}: {source}".removesuffix(": ") or "in a backward pass"
 
 
 def _describe(program: XlaProgram) -> bytes:
     """The program as text for a process that has another."""
-    tape = Tape(program.key.code)
-    found = {
-        "operations": [str(node) for node in tape],
-        "lines": [node.instruction.location for node in tape],
-        "results": len(program.outputs),
-        "memory": [] if program.context.platform == "cpu" else list(program.donated),
-        "end": _line(),
-    }
-    return zlib.compress(json.dumps(found).encode())
+    steps = [(str(node), node.instruction.location) for node in Tape(program.key.code)]
+    steps.append((f"the end ({len(program.outputs)} results)", ""))
+    if program.context.platform != "cpu":
+        steps.append((f"the inputs that it may overwrite, {list(program.donated)},", ""))
+    return zlib.compress(json.dumps({"steps": steps, "end": _line()}).encode())
 
 
 def _difference(here: Mapping[str, Any], rank: int, there: Mapping[str, Any]) -> str:
     """The first difference of the programs of process 0 and another, as `_describe` writes them."""
-    pairs = enumerate(zip(here["operations"], there["operations"], strict=False))
-    different = [(index, a) for index, (a, b) in pairs if a != b]
+    pairs = enumerate(itertools.zip_longest(here["steps"], there["steps"], fillvalue=("nothing", "")))
+    different = [(index, one, other) for index, (one, other) in pairs if one[0] != other[0]]
+    if not different:
+        return "the operations are the same and something in them differs, such as a constant"
     # That an operation differs says more than that an input does.
-    operations = (index for index, text in different if not text.startswith("input "))
-    index = next(operations, different[0][0] if different else None)
-    lengths = len(here["operations"]), len(there["operations"])
-    if index is not None:
-        return (
-            f"operation {index} is {_operation(here, index)} on process 0, {_operation(there, index)} on process {rank}"
-        )
-    if lengths[0] != lengths[1]:
-        longer, longest = (here, 0) if lengths[0] > lengths[1] else (there, rank)
-        return f"operation {min(lengths)} is {_operation(longer, min(lengths))}, only on process {longest}"
-    if here["results"] != there["results"]:
-        return f"{here['results']} values are kept on process 0, {there['results']} on process {rank}"
-    if here["memory"] != there["memory"]:
-        return "a value that the program may overwrite on one of them is still held on the other"
-    return "the operations are the same and something in them differs, such as a constant"
+    index, one, other = next((each for each in different if not each[1][0].startswith("input ")), different[0])
+    return f"operation {index} is {_named(*one)} on process 0, {_named(*other)} on process {rank}"
 
 
-def _operation(program: Mapping[str, Any], index: int) -> str:
-    line = program["lines"][index]
-    return f"{program['operations'][index]} (recorded at {line})" if line else str(program["operations"][index])
+def _named(step: str, location: str) -> str:
+    return f"{step} (recorded at {location})" if location else step
