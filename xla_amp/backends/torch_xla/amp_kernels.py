@@ -13,12 +13,12 @@ Learning rates, which schedules change, are therefore uploaded explicitly, once 
 
 from __future__ import annotations
 
+import functools
 import math
-import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,52 +114,66 @@ def _multiply(scale: Tensor, factor: float) -> Tensor:
 # ---- optimizer steps -------------------------------------------------------------------------------------------------
 
 
+class _Step(NamedTuple):
+    """The step of one parameter."""
+
+    parameter: Tensor
+    wide: Tensor
+    """Its value in the dtype of arithmetic."""
+    gradient: Tensor
+    """What it steps with: unscaled, negated where `maximize` says it, with weight decay."""
+    rate: Tensor
+    put: Callable[[Tensor, Tensor], None]
+    """Writes a value to a tensor unless the step is skipped."""
+
+
+def _steps(
+    params: Tensors,
+    grads: Tensors,
+    *,
+    lr: Number,
+    weight_decay: float,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> Iterator[_Step]:
+    """The steps of a call's parameters, which have one dtype; gradients are unscaled, as torch's kernels do."""
+    skip = None if found_inf is None else found_inf.reshape(()) != 0
+    put = functools.partial(_put, skip)
+    rate = _as_input(lr, _wide(params[0])) if params else torch.empty(())
+    for param, grad in zip(params, grads, strict=True):
+        wide, gradient = _wide(param), _wide(grad)
+        if grad_scale is not None:
+            gradient = gradient / grad_scale.to(gradient.dtype).reshape(())
+            put(grad, gradient)
+        if maximize:
+            gradient = -gradient
+        yield _Step(param, wide, gradient + wide * weight_decay if weight_decay else gradient, rate, put)
+
+
 def fused_sgd(
     params: Tensors,
     grads: Tensors,
     buffers: Tensors,
     *,
-    weight_decay: float,
     momentum: float,
-    lr: Number,
     dampening: float,
     nesterov: bool,
-    maximize: bool,
     is_first_step: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    **options: Any,
 ) -> None:
     """`_fused_sgd_`: `torch.optim.SGD`'s step of each parameter."""
-    if not params:
-        return
-    skip = None if found_inf is None else found_inf.reshape(()) != 0
-    rate = _as_input(lr, _wide(params[0]))  # a call's parameters have one dtype
-    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        unscaled = _unscaled(grad, grad_scale, skip)
-        wide = _wide(param)
-        step = -unscaled if maximize else unscaled
-        if weight_decay:
-            step = step + wide * weight_decay
+    for index, (param, wide, step, rate, put) in enumerate(_steps(params, grads, **options)):
         if buffers:
             buffer = step
             if not is_first_step:
                 buffer = _wide(buffers[index]) * momentum + (step * (1 - dampening) if dampening else step)
             step = step + buffer * momentum if nesterov else buffer
-            _put(buffers[index], buffer, skip)
-        _put(param, wide - step * rate, skip)
+            put(buffers[index], buffer)
+        put(param, wide - step * rate)
 
 
-def fused_adam(*lists: Tensors, **options: Any) -> None:
-    """`_fused_adam_`: `torch.optim.Adam`'s step of each parameter, weight decay acting on the gradient."""
-    _adam(*lists, **options, decoupled=False)
-
-
-def fused_adamw(*lists: Tensors, **options: Any) -> None:
-    """`_fused_adamw_`: `torch.optim.AdamW`'s step of each parameter, weight decay acting on the parameter."""
-    _adam(*lists, **options, decoupled=True)
-
-
-def _adam(
+def fused_adam(
     params: Tensors,
     grads: Tensors,
     exp_avgs: Tensors,
@@ -167,41 +181,34 @@ def _adam(
     max_exp_avg_sqs: Tensors,
     state_steps: Tensors,
     *,
-    lr: Number,
     beta1: float,
     beta2: float,
     weight_decay: float,
     eps: float,
     amsgrad: bool,
-    maximize: bool,
-    decoupled: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    decoupled: bool = False,
+    **options: Any,
 ) -> None:
-    if not params:
-        return
-    skip = None if found_inf is None else found_inf.reshape(()) != 0
-    rate = _as_input(lr, _wide(params[0]))  # a call's parameters have one dtype
-    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        unscaled = _unscaled(grad, grad_scale, skip)
-        wide = _wide(param)
-        step = -unscaled if maximize else unscaled
-        if weight_decay and not decoupled:
-            step = step + wide * weight_decay
+    """`_fused_adam_`: `torch.optim.Adam`'s step of each parameter.
+
+    Weight decay acts on the gradient, or (`decoupled`, `_fused_adamw_`) on the parameter.
+    """
+    decay = 0.0 if decoupled else weight_decay
+    for index, (param, wide, step, rate, put) in enumerate(_steps(params, grads, weight_decay=decay, **options)):
         exp_avg, exp_avg_sq = _wide(exp_avgs[index]), _wide(exp_avg_sqs[index])
         exp_avg = exp_avg + (step - exp_avg) * (1 - beta1)
         exp_avg_sq = exp_avg_sq * beta2 + step * step * (1 - beta2)
-        _put(exp_avgs[index], exp_avg, skip)
-        _put(exp_avg_sqs[index], exp_avg_sq, skip)
+        put(exp_avgs[index], exp_avg)
+        put(exp_avg_sqs[index], exp_avg_sq)
         second = exp_avg_sq
         if amsgrad:
             second = torch.maximum(_wide(max_exp_avg_sqs[index]), exp_avg_sq)
-            _put(max_exp_avg_sqs[index], second, skip)
+            put(max_exp_avg_sqs[index], second)
         count = state_steps[index].to(wide.dtype).reshape(())
         denominator = second.sqrt() / _bias_correction(beta2, count).sqrt() + eps
         update = exp_avg * (rate / _bias_correction(beta1, count)) / denominator
         decayed = wide - wide * (rate * weight_decay) if weight_decay and decoupled else wide
-        _put(param, decayed - update, skip)
+        put(param, decayed - update)
 
 
 def fused_adagrad(
@@ -210,29 +217,17 @@ def fused_adagrad(
     state_sums: Tensors,
     state_steps: Tensors,
     *,
-    lr: Number,
     lr_decay: float,
-    weight_decay: float,
     eps: float,
-    maximize: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    **options: Any,
 ) -> None:
     """`_fused_adagrad_`: `torch.optim.Adagrad`'s step of each parameter."""
-    if not params:
-        return
-    skip = None if found_inf is None else found_inf.reshape(()) != 0
-    rate = _as_input(lr, _wide(params[0]))  # a call's parameters have one dtype
-    for param, grad, state_sum, count in zip(params, grads, state_sums, state_steps, strict=True):
-        unscaled = _unscaled(grad, grad_scale, skip)
-        wide = _wide(param)
-        step = -unscaled if maximize else unscaled
-        if weight_decay:
-            step = step + wide * weight_decay
-        squares = _wide(state_sum) + step * step
-        _put(state_sum, squares, skip)
-        decayed = rate / (1 + (count.to(wide.dtype).reshape(()) - 1) * lr_decay) if lr_decay else rate
-        _put(param, wide - decayed * step / (squares.sqrt() + eps), skip)
+    for index, (param, wide, step, rate, put) in enumerate(_steps(params, grads, **options)):
+        squares = _wide(state_sums[index]) + step * step
+        put(state_sums[index], squares)
+        count = state_steps[index].to(wide.dtype).reshape(())
+        decayed = rate / (1 + (count - 1) * lr_decay) if lr_decay else rate
+        put(param, wide - decayed * step / (squares.sqrt() + eps))
 
 
 def _bias_correction(beta: float, count: Tensor) -> Tensor:
@@ -242,61 +237,33 @@ def _bias_correction(beta: float, count: Tensor) -> Tensor:
     return -torch.expm1(count * math.log(beta))
 
 
-def _unscaled(grad: Tensor, grad_scale: Tensor | None, skip: Tensor | None) -> Tensor:
-    """The gradient divided by the scale; also written back, as in torch's fused kernels."""
-    wide = _wide(grad)
-    if grad_scale is None:
-        return wide
-    unscaled = wide / grad_scale.to(wide.dtype).reshape(())
-    _put(grad, unscaled, skip)
-    return unscaled
-
-
-def _put(tensor: Tensor, value: Tensor, skip: Tensor | None) -> None:
-    """Write `value` to `tensor` unless the step is skipped."""
+def _put(skip: Tensor | None, tensor: Tensor, value: Tensor) -> None:
     value = value.to(tensor.dtype)
     _write(tensor, value if skip is None else torch.where(skip, tensor, value))
 
 
 # ---- on the dispatcher -----------------------------------------------------------------------------------------------
 
+_ADAMW = functools.partial(fused_adam, decoupled=True)
 KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "_amp_foreach_non_finite_check_and_unscale_": non_finite_check_and_unscale,
         "_amp_update_scale_": update_scale,
-        "_fused_adagrad_": fused_adagrad,
-        "_fused_adagrad_.tensor_lr": fused_adagrad,
-        "_fused_adam_": fused_adam,
-        "_fused_adam_.tensor_lr": fused_adam,
-        "_fused_adamw_": fused_adamw,
-        "_fused_adamw_.tensor_lr": fused_adamw,
-        "_fused_sgd_": fused_sgd,
-        "_fused_sgd_.tensor_lr": fused_sgd,
+        **dict.fromkeys(("_fused_adagrad_", "_fused_adagrad_.tensor_lr"), fused_adagrad),
+        **dict.fromkeys(("_fused_adam_", "_fused_adam_.tensor_lr"), fused_adam),
+        **dict.fromkeys(("_fused_adamw_", "_fused_adamw_.tensor_lr"), _ADAMW),
+        **dict.fromkeys(("_fused_sgd_", "_fused_sgd_.tensor_lr"), fused_sgd),
     }
 )
 """ATen operation -> its kernel on XLA tensors."""
 
-_lock = threading.Lock()
-_library: torch.library.Library | None = None
 
-
-def install() -> None:
-    """Register `KERNELS` with the dispatcher, until `uninstall`; a second call does nothing."""
-    global _library
-    with _lock:
-        if _library is not None:
-            return
-        _library = torch.library.Library("aten", "IMPL", KEY)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that an autograd kernel is replaced
-            for name, kernel in KERNELS.items():
-                _library.impl(name, torch.no_grad()(kernel), allow_override=True)
-
-
-def uninstall() -> None:
-    """Restore torch_xla's kernels."""
-    global _library
-    with _lock:
-        if _library is not None:
-            _library._destroy()
-            _library = None
+@functools.cache
+def install() -> torch.library.Library:
+    """Registers `KERNELS` with the dispatcher, as long as the result is kept; a second call does nothing."""
+    library = torch.library.Library("aten", "IMPL", KEY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that an autograd kernel is replaced
+        for name, kernel in KERNELS.items():
+            library.impl(name, torch.no_grad()(kernel), allow_override=True)
+    return library

@@ -8,6 +8,7 @@ skipped waits for the device.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +19,10 @@ DEVICE_TYPE = "xla"
 FUSED, CAPTURABLE = "_get_fused_kernels_supported_devices", "_get_capturable_supported_devices"
 """torch's functions that return the lists; each file of torch.optim has them under its own name."""
 
-_replaced: list[tuple[Any, str, Callable[..., list[str]]]] = []
 
-
+@functools.cache
 def install() -> None:
-    """Adds the device to torch's lists, until the process ends or `uninstall`; doing it again does nothing."""
-    if _replaced:
-        return
+    """Adds the device to torch's lists, until the process ends; doing it again does nothing."""
     for name in (FUSED, CAPTURABLE):
         plain: Callable[..., list[str]] = getattr(optimizers, name)
 
@@ -35,11 +33,3 @@ def install() -> None:
         for module in [m for n, m in sys.modules.items() if n.startswith("torch.optim.")]:
             if getattr(module, name, None) == plain:
                 setattr(module, name, with_xla)
-                _replaced.append((module, name, plain))
-
-
-def uninstall() -> None:
-    """Restores torch's functions."""
-    while _replaced:
-        module, name, plain = _replaced.pop()
-        setattr(module, name, plain)
