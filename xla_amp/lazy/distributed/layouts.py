@@ -151,14 +151,14 @@ def shard(model: nn.Module, mesh: Mesh, recipe: str) -> Layout:
     arguments.require("shard(model)", model, nn.Module, "a torch.nn.Module")
     arguments.require("shard(mesh=...)", mesh, Mesh, "a mesh from xla_amp.make_mesh")
     axes = _axes(mesh, recipe)
-    placed = list(_placed(model, mesh, RECIPES[recipe], axes))
+    placed = tuple(_placed(model, mesh, RECIPES[recipe], axes))
     if RECIPES[recipe].parts and not any(axes["model"] in each.spec for each in placed):
         raise ValueError(
             f"shard(recipe={recipe!r}): no parameter of {type(model).__name__} has a plan, and a shape that divides, "
             f"for the axis {axes['model']!r}; set a plan by names of modules, such as model.tp_plan = "
             '{"layers.*.up": "colwise", "layers.*.down": "rowwise"}, or use \'fsdp\', or xla_amp.mark_sharding'
         )
-    layout = Layout(recipe, mesh, tuple(placed), tuple(axes[name] for name in RECIPES[recipe].batch if name in axes))
+    layout = Layout(recipe, mesh, placed, tuple(axes[name] for name in RECIPES[recipe].batch if name in axes))
     device = devices.engine().device()
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if value.device.type not in ("cpu", DEVICE_TYPE):
@@ -178,10 +178,9 @@ def shard(model: nn.Module, mesh: Mesh, recipe: str) -> Layout:
             specs[id(value)] = spec
             if any(entry is not None for entry in spec):
                 spmd.mark_sharding(value, mesh, spec)
-    whole = [each.name for each in placed if each.why is _UNEVEN]
-    if whole:
+    if whole := [each.name for each in placed if each.why is _UNEVEN]:
         events.warn(
-            f"shard(recipe={recipe!r}): whole on every device, because no dimension divides: {', '.join(whole)}",
+            f"shard(recipe={recipe!r}): whole on every device, because no dimension divides: {', '.join(whole)}"
         )
     if layout.batch:
         batches = _Batches(layout)
@@ -195,12 +194,10 @@ def shard(model: nn.Module, mesh: Mesh, recipe: str) -> Layout:
 def _axes(mesh: Mesh, recipe: str) -> dict[str, str]:
     """The axes of the mesh by what they are for."""
     needs = RECIPES[recipe].needs
+    if len(mesh.axis_names) == len(needs) == 1:
+        return {needs[0]: str(mesh.axis_names[0])}
     found = {purpose: name for purpose, names in AXES.items() for name in mesh.axis_names if name in names}
-    if not found and len(mesh.axis_names) == len(needs) == 1:
-        found[needs[0]] = mesh.axis_names[0]
     if missing := [purpose for purpose in needs if purpose not in found]:
-        if len(needs) == 1 and len(mesh.axis_names) == 1:
-            return {needs[0]: str(mesh.axis_names[0])}
         wanted = dict.fromkeys(needs, 2)
         raise ValueError(
             f"shard(recipe={recipe!r}): the mesh {meshes.describe(mesh)} lacks an axis {' and '.join(missing)!r}; make "
@@ -219,8 +216,8 @@ def _placed(model: nn.Module, mesh: Mesh, recipe: Recipe, axes: Mapping[str, str
     plan = _plan(model)
     rest = tuple(axes[name] for name in recipe.rest if name in axes)
     for name, value in model.named_parameters():
-        shape, spec, why = tuple(value.shape), [None] * value.dim(), _WHOLE
-        chosen: list[spmd.Axis] = list(spec)
+        shape, why = tuple(value.shape), _WHOLE
+        chosen: list[spmd.Axis] = [None] * value.dim()
         if recipe.parts:
             owner, _, kind = name.rpartition(".")
             dim, reason = _role(modules[owner], owner, kind, value, plan, mesh.shape[axes[recipe.parts]])
