@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import torch_xla
+from helpers.rule_programs import CASTS, PRODUCTS, expected, run_in_torch, seen
 
 import xla_amp
 from xla_amp.errors import DeviceError, EngineError, PolicyError, UnsupportedDtypeError
@@ -31,9 +32,13 @@ def matrix() -> torch.Tensor:
     ids=["torch_xla.device()", "xla_amp.xla_device()", "xla", "xla:0"],
 )
 def test_every_spelling_of_the_device(device, matrix):
-    with xla_amp.autocast(device()):
+    with xla_amp.explain() as report, xla_amp.autocast(device()):
         assert torch.mm(matrix, matrix).dtype == BF16
         assert torch.softmax(matrix, -1).dtype == FP32
+    assert [(row["operation"].partition(".")[0], row["result"]) for row in report.rows() if row["rule"]] == [
+        ("mm", "bfloat16"),
+        ("softmax", "float32"),
+    ]
     assert torch.mm(matrix, matrix).dtype == FP32
 
 
@@ -105,3 +110,26 @@ def test_other_threads_have_torch_xlas_meanwhile(matrix):
 def test_mistakes(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+# ---- one rule, one meaning: the programs of tests/policy/test_one_rule_one_meaning.py --------------------------------
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_every_cast(cast):
+    for program, record in run_in_torch(cast, torch.device("xla"), mixed_products=True):
+        used, result = expected(program, cast, asks_result=True)
+        assert seen(record)[0] == used, program.rule
+        # torch_xla gives a product of two dtypes the first one, where torch's kernels refuse it.
+        assert seen(record)[1] == result or (cast == "keep" and program.rule in PRODUCTS), program.rule
+
+
+def test_the_risk_level_lean():
+    x = torch.linspace(-2, 3, 64).reshape(8, 8).to("xla")
+    with xla_amp.autocast("xla", policy="lean"):
+        h = x @ x
+        assert torch.nn.functional.layer_norm(h, (8,)).dtype == torch.bfloat16
+        assert torch.softmax(h, -1).dtype == torch.bfloat16
+        assert torch.nn.functional.mse_loss(h, x).dtype == torch.float32
+    with xla_amp.autocast("xla", policy="default"):
+        assert torch.softmax(x @ x, -1).dtype == torch.float32

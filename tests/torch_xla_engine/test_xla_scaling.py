@@ -5,10 +5,16 @@ What holds on every device is in tests/pytorch/optim (test_xla_shared_files.py).
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch_xla
 import torch_xla.debug.metrics as counters
+from source_tree import ROOT
 from torch import nn
 
 import xla_amp
@@ -172,3 +178,15 @@ def test_a_loop_that_never_syncs_runs_a_program_per_step():
     with xla_amp.autocast("xla"):  # the step has been ended: nothing more to run
         pass
     assert base.metrics()["executions"] - before == 4
+
+
+def test_the_example():
+    environment = os.environ | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
+    flags = ["--json", "--epochs=2", "--precision=fp16", "--policy=gpu", "--optimizer=adam"]
+    command = [sys.executable, ROOT / "examples" / "mnist.py", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "xla:0 (CPU)" in done.stdout
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["executions_per_step"], found["host_syncs_per_step"]) == (1, 0)
+    assert found["accuracy"] > 0.8
