@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from xla_amp.backends.step_state import StepState, restored
+from xla_amp.backends.step_state import restored
 
 
 def training(device):
@@ -54,9 +54,9 @@ def test_a_step_and_its_values_are_restored(device, before):
 def test_a_state_that_was_loaded_in_between_is_replaced_again(device):
     model, optimizer, schedule = training(device)
     step(model, optimizer, schedule)
-    state, saved = optimizer.state, StepState([optimizer])
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer.state is not state
-    saved.restore()
+    state = optimizer.state
+    with restored([optimizer]):
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.state is not state
     assert optimizer.state is state
     assert len(state) == 4

@@ -1,16 +1,11 @@
-"""Save the state of a training step, and restore it.
-
-`StepState` saves Python objects: what modules, optimizers, schedulers and scalers hold, `.grad`, and the states of
-random generators.  Values of tensors need a copy before each write: `restored` makes it, on any device, for
-`xla_amp.find_overflow` and `xla_amp.search`.
-"""
+"""Run a training step and restore what it changed, on any device, for `xla_amp.find_overflow` and `xla_amp.search`."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,69 +49,49 @@ def reachable(step: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
     return list(found.values())
 
 
-class StepState:
-    """What a training step changes in Python, as it is now.
+@contextlib.contextmanager
+def restored(objects: Iterable[Any]) -> Iterator[None]:
+    """On exit, restores values of tensors, what `objects` hold in Python, `.grad`, and random generators.
 
     Args:
         objects: modules, optimizers, schedulers and scalers.
     """
-
-    def __init__(self, objects: Iterable[Any]) -> None:
-        owners = list(objects)
-        self._saved = held.Saved(owners, _attributes)
-        modules = [each for each in owners if isinstance(each, torch.nn.Module)]
-        optimizers = [each for each in owners if isinstance(each, Optimizer)]
-        parameters = [
-            *(each for module in modules for each in module.parameters()),
-            *(each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]),
-        ]
-        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
-        self._random_state = random_state()
-
-    def restore(self) -> None:
-        """Restores all of it."""
-        self._saved.restore()
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        set_random_state(self._random_state)
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    return vars(value) if isinstance(value, held.STATEFUL) else held.attributes(value)
-
-
-def random_state() -> dict[str, Any]:
-    """States of the random generators of Python, of torch's CPU, and of the devices in use."""
-    engine: Any = base.select()
-    found: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
+    owners = list(objects)
+    parameters = [
+        *(each for owner in owners if isinstance(owner, torch.nn.Module) for each in owner.parameters()),
+        *(
+            p
+            for owner in owners
+            if isinstance(owner, Optimizer)
+            for group in owner.param_groups
+            for p in group["params"]
+        ),
+    ]
+    gradients, saved, written = [(each, each.grad) for each in parameters], held.Saved(owners, _attributes), _Written()
+    generators: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        (random.getstate, random.setstate),
+        (torch.get_rng_state, torch.set_rng_state),
+    ]
+    engine = base.select()
     if engine.is_started():
-        found["xla"] = engine.get_rng_state()
+        generators.append((engine.get_rng_state, engine.set_rng_state))
     if torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state_all()
-    return found
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restores what `random_state` returned; states of devices that are not in use are left out."""
-    engine: Any = base.select()
-    random.setstate(state["python"])
-    torch.set_rng_state(state["cpu"])
-    if "xla" in state and engine.is_started():
-        engine.set_rng_state(state["xla"])
-    if "cuda" in state and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
-@contextlib.contextmanager
-def restored(objects: Iterable[Any]) -> Iterator[None]:
-    """On exit, restores the values of tensors, `objects` (as for `StepState`) and random generators."""
-    state, written = StepState(objects), _Written()
+        generators.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
+    states = [read() for read, _ in generators]
     try:
         with written:
             yield
     finally:
-        state.restore()
+        saved.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for (_, restore), state in zip(generators, states, strict=True):
+            restore(state)
         written.restore()
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    return vars(value) if isinstance(value, held.STATEFUL) else held.attributes(value)
 
 
 class _Written(TorchDispatchMode):
