@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
-from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -224,13 +223,6 @@ def zeros_like(tensors: Sequence[torch.Tensor], device: torch.device) -> list[to
         if made is not None:
             return made
     return [torch.zeros_like(x, device=device, memory_format=torch.preserve_format) for x in tensors]
-
-
-def memory_stats() -> Mapping[str, int]:
-    """Bytes of the device's memory by PJRT's names, such as ``bytes_in_use`` and ``bytes_limit``; empty if unknown."""
-    engine = select()
-    engine.device()
-    return MappingProxyType(engine.memory_stats())
 
 
 def sync(wait: bool = False) -> None:

@@ -72,10 +72,11 @@ def get_memory_info(device: Any = None) -> dict[str, int]:
     Raises:
         DeviceError: the platform counts nothing.
     """
-    stats = base.memory_stats()
+    engine = devices.engine()
+    engine.device()
+    stats = engine.memory_stats()
     if "bytes_in_use" not in stats:
-        platform = devices.engine().platform()
-        raise DeviceError(f"get_memory_info(): XLA does not count memory on the platform {platform!r}")
+        raise DeviceError(f"get_memory_info(): XLA does not count memory on the platform {engine.platform()!r}")
     return {"bytes_used": stats["bytes_in_use"], "bytes_limit": stats.get("bytes_limit", 0)}
 
 
