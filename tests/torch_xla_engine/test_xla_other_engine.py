@@ -10,7 +10,6 @@ from torch import nn
 import xla_amp
 import xla_amp.jax
 from xla_amp.errors import EngineError
-from xla_amp.lazy.distributed import spmd
 
 
 def double(x):
@@ -25,7 +24,6 @@ def double(x):
         (lambda x: xla_amp.launch(double, 2), r"launch\(\) works .* use torch_xla.launch there"),
         (lambda x: xla_amp.make_mesh(), r"make_mesh\(\) works .* use torch_xla.distributed.spmd.Mesh there"),
         (lambda x: xla_amp.mark_sharding(x, None, ()), r"mark_sharding\(\) works .* use torch_xla.*mark_sharding"),
-        (lambda x: spmd.sharding_of(x), r"sharding_of\(\) works only on the lazy device"),
         (lambda x: xla_amp.jax.functional(nn.Linear(2, 2)), r"functional\(\) works only on the lazy device"),
         (lambda x: xla_amp.jax.torch_function(jnp.sin)(x), r"torch_function\(\) works .* use torch_xla.*call_jax"),
     ],

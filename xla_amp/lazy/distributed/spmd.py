@@ -51,17 +51,15 @@ def make_mesh(axes: Mapping[str, int] | None = None) -> Mesh:
     """
     base.require_lazy("make_mesh()", "torch_xla.distributed.spmd.Mesh")
     devices.engine().device()
-    platform = pjrt.jax_device().platform
-    together = processes.world_size() > 1
     found = all_devices()
     axes = {"data": len(found)} if axes is None else axes
     _check_axes(axes)
     if math.prod(axes.values()) != len(found):
         hint = "; XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight of a CPU"
-        where = f" of {processes.world_size()} processes" if together else ""
+        where = f" of {processes.world_size()} processes" if processes.world_size() > 1 else ""
         raise DeviceError(
             f"make_mesh({dict(axes)}): expected extents whose product is the number of devices{where}, {len(found)}, "
-            f"got {math.prod(axes.values())}{hint if platform == 'cpu' else ''}"
+            f"got {math.prod(axes.values())}{hint if found[0].platform == 'cpu' else ''}"
         )
     shape = tuple(axes.values())
     return Mesh(mesh_utils.create_device_mesh(shape, found, allow_split_physical_axes=True), tuple(axes))
@@ -285,13 +283,6 @@ def _partition(call: str, shape: tuple[int, ...], mesh: Mesh, spec: Sequence[Axi
                 "dimension whole"
             )
     return PartitionSpec(*(tuple(entry) if isinstance(entry, list) else entry for entry in spec))
-
-
-def sharding_of(tensor: torch.Tensor) -> PartitionSpec | None:
-    """The sharding that `mark_sharding` gave the tensor, or None."""
-    base.require_lazy("sharding_of()")
-    layout = meshes.sharding_of(tensor_io.buffer_of(tensor))
-    return None if layout is None else layout.spec
 
 
 def _shard_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
