@@ -8,6 +8,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from xla_amp.backends import torch_registration
@@ -94,12 +95,8 @@ def rows_or_columns(ranks: tuple[int, ...], world: int) -> collectives.Groups:
         ((0, 2), (1, 3))
     """
     stride = ranks[1] - ranks[0]
-    block = len(ranks) * stride
-    if stride < 1 or world % block:
+    if stride < 1 or world % (len(ranks) * stride):
         return None
-    groups = tuple(
-        tuple(range(first + offset, first + offset + block, stride))
-        for first in range(0, world, block)
-        for offset in range(stride)
-    )
+    mesh = np.arange(world).reshape(-1, len(ranks), stride)
+    groups = tuple(map(tuple, mesh.swapaxes(1, 2).reshape(-1, len(ranks)).tolist()))
     return groups if ranks in groups else None

@@ -20,7 +20,7 @@ import jax
 from xla_amp.common import config
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.distributed import cluster
+from xla_amp.lazy.distributed import cluster, consistency, exchange
 from xla_amp.lazy.distributed.cluster import ordinal as ordinal
 from xla_amp.lazy.distributed.cluster import world_size as world_size
 from xla_amp.lazy.distributed.collectives import collective as collective
@@ -42,8 +42,6 @@ def join() -> None:
     process = cluster.place()
     if process is None:
         return
-    from xla_amp.lazy.distributed import consistency  # a single process never loads them
-
     if private_api.coordinator() is None:
         if cluster.is_loopback(process.host):
             private_api.keep_collectives_local()
@@ -84,8 +82,6 @@ def fail(error: BaseException) -> None:
 
 def _leave() -> None:
     """Exit handler.  JAX's own would wait for the other processes, which may wait in a program for one that failed."""
-    from xla_amp.lazy.distributed import consistency
-
     process, failure = cluster.place(), _failure or getattr(sys, "last_value", None)
     assert process is not None  # noqa: S101  (`join`)
     reason = "has ended" if failure is None else f"has failed ({type(failure).__name__}: {failure})"
@@ -107,8 +103,6 @@ def local_ordinal() -> int:
     process = cluster.place()
     if process is None:
         return 0
-    from xla_amp.lazy.distributed import consistency
-
     found = consistency.rank_on_host(process.rank) if config.local_rank() is None else None
     return process.local_rank if found is None else found
 
@@ -122,8 +116,6 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
     process, client = cluster.place(), private_api.coordinator()
     if process is None or client is None:
         return [payload]
-    from xla_amp.lazy.distributed import consistency
-
     _rendezvous_counts[tag] += 1
     key = f"xla_amp/{_rendezvous_counts[tag]}/{tag}"
     client.key_value_set_bytes(f"{key}/{process.rank}", payload)
@@ -140,6 +132,4 @@ def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> A
         TypeError: `data` is, or has, something that is no number, text, tensor, array or container of them.
         EngineError: as `rendezvous`.
     """
-    from xla_amp.lazy.distributed import exchange
-
     return reduce_fn(list(map(exchange.decode, rendezvous(tag, exchange.encode(data, f"mesh_reduce({tag!r})")))))
