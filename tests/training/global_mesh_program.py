@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import xla_amp
 from xla_amp.errors import XlaAmpError
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors import tensor_io
+from xla_amp.testing import counts
 
 ROWS, TOKENS, WORDS = 8, 16, 65
 """Of a batch; the vocabulary divides by no number of devices."""
@@ -46,18 +47,24 @@ def model_and_optimizer() -> tuple[Any, Callable[[], torch.optim.Optimizer]]:
     return model, lambda: xla_amp.syncfree.AdamW(model.parameters(), lr=1e-3)
 
 
-def train(
-    device: torch.device, mesh: Any, recipe: str, steps: int, rank: int, hlo: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What this process sees of some steps of one layout."""
-    torch.manual_seed(rank if hlo else 0)  # `shard` takes what process 0 has
+def made(device: torch.device, mesh: Any, recipe: str, seed: int) -> tuple[dict[str, Any], Any]:
+    """What is trained, and the layout of its batches."""
+    torch.manual_seed(seed)
     model, make = model_and_optimizer()
     layout = xla_amp.shard(model, mesh, recipe) if mesh else None
     model.to(device)
-    optimizer, scaler = make(), xla_amp.GradScaler(device, init_scale=2.0**10)
+    scaler = xla_amp.GradScaler(device, init_scale=2.0**10)
+    return {"model": model, "optimizer": make(), "scaler": scaler}, layout
+
+
+def train(
+    device: torch.device, mesh: Any, layout: Any, state: dict[str, Any], steps: Iterable[int], rank: int
+) -> dict[str, Any]:
+    """Losses of some steps, and what the last one cost."""
+    model, optimizer, scaler = state.values()
     torch.manual_seed(5)
     losses = []
-    for step in range(steps):
+    for step in steps:
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(WORDS, (ROWS, TOKENS), generator=generator)
         weights = torch.ones(ROWS)
@@ -70,33 +77,37 @@ def train(
             tokens = xla_amp.global_batch(tokens[mine], mesh, layout.batch)
             weights = xla_amp.global_batch(weights[mine], mesh, layout.batch[:1])
         xla_amp.sync()
-        before = xla_amp.metrics()
-        optimizer.zero_grad()
-        with xla_amp.autocast(device, dtype=torch.float16):
-            logits = model(tokens).logits
-        each = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
-        loss = (each * weights).mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.detach())
-        xla_amp.sync()
-        after = xla_amp.metrics()
-    program = execute.programs()[-1]
-    parameters = list(model.parameters())
-    state = [optimizer.state[parameter]["exp_avg"] for parameter in parameters]
-    xla_amp.sync()
-    result = {
+        with counts() as seen:
+            optimizer.zero_grad()
+            with xla_amp.autocast(device, dtype=torch.float16):
+                logits = model(tokens).logits
+            each = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
+            loss = (each * weights).mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.detach())
+            xla_amp.sync()
+    return {
+        "steady": [seen.executions, seen.compilations, seen.host_syncs],
+        "collectives": collections.Counter(COLLECTIVE.findall(execute.programs()[-1].optimized_hlo())),
         "losses": torch.stack(losses).tolist(),
-        "steady": {key: after[key] - before[key] for key in ("executions", "compilations", "host_syncs")},
+    }
+
+
+def held(state: dict[str, Any]) -> dict[str, Any]:
+    """What a process holds after some steps."""
+    model, optimizer, scaler = state.values()
+    parameters = list(model.parameters())
+    moments = [optimizer.state[parameter]["exp_avg"] for parameter in parameters]
+    xla_amp.sync()
+    return {
         "scale": scaler.get_scale(),
         "skipped": int(scaler.skipped_steps()),
-        "collectives": collections.Counter(COLLECTIVE.findall(program.optimized_hlo())) if hlo else {},
-        "shares": [share(parameters), share(state)],
-        "parts": [parts_of(tensor) for tensor in (*parameters, *state)],
+        "shares": [share(parameters), share(moments)],
+        "parts": [parts_of(tensor) for tensor in (*parameters, *moments)],
         "norm": math.sqrt(sum(float(value.double().square().sum()) for value in whole(model))),
     }
-    return result, {"model": model, "optimizer": optimizer, "scaler": scaler}
 
 
 def rows_of(mesh: Any, rank: int) -> slice:
@@ -150,17 +161,16 @@ def refused(call: Callable[[], Any]) -> str:
     return ""
 
 
-def form(rank: int, world: int, count: str, text: str, *recipes: str) -> dict[str, Any]:
-    """Steps in each recipe over a mesh (JSON of its axes), and what is refused."""
-    steps, axes = int(count), json.loads(text)
-    device = xla_amp.xla_device()
+def form(rank: int, world: int, text: str, recipe: str) -> dict[str, Any]:
+    """Steps over a mesh (JSON of its axes), a checkpoint, and what is refused."""
+    axes, device = json.loads(text), xla_amp.xla_device()
     found: dict[str, Any] = {}
     mesh = xla_amp.make_mesh(axes) if axes else None
     if mesh is not None:
         xla_amp.mark_sharding(torch.zeros(mesh.size).to(device), mesh, mesh.axis_names[:1])
         found["own numbers"] = refused(lambda: (torch.ones(3).to(device) * (rank + 2.5)).cpu())
-    for recipe in recipes:
-        found[recipe], state = train(device, mesh, recipe, steps, rank, recipe == recipes[-1])
+    state, layout = made(device, mesh, recipe, rank)  # `shard` takes what process 0 has
+    found |= train(device, mesh, layout, state, range(4), rank) | held(state)
     if mesh is not None:
         weight = state["model"].transformer.h[0].mlp.c_fc.weight
         other = torch.full((mesh.size, 2), float(rank)).to(device)
@@ -176,6 +186,20 @@ def form(rank: int, world: int, count: str, text: str, *recipes: str) -> dict[st
             weight.add_(1)  # the next step, while the file system writes
         xla_amp.sync()
         saving.result()
-        rest = xla_amp.checkpoint.load(state, Path("checkpoint"))
-        found["loaded"] = [written, rest["digest"], digest_of(state)]
+        found |= loaded(device, mesh, layout, state, rank)
     return found
+
+
+def again(rank: int, world: int, text: str, recipe: str) -> dict[str, Any]:
+    """Steps that go on from the checkpoint of `form`, over another mesh."""
+    axes, device = json.loads(text), xla_amp.xla_device()
+    mesh = xla_amp.make_mesh(axes) if axes else None
+    state, layout = made(device, mesh, recipe, 1)
+    return loaded(device, mesh, layout, state, rank) | held(state)
+
+
+def loaded(device: torch.device, mesh: Any, layout: Any, state: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Digests of what was saved and of what is loaded, and the losses of two steps more."""
+    rest = xla_amp.checkpoint.load(state, Path("checkpoint"))
+    digests = [rest["digest"], digest_of(state)]
+    return {"loaded": digests, "later": train(device, mesh, layout, state, (4, 5), rank)["losses"]}

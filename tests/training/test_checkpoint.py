@@ -6,15 +6,18 @@ import gc
 import json
 import os
 import shutil
+import sys
+import threading
 from pathlib import Path
 
 import forked
+import numpy as np
 import pytest
 import torch
 
 import xla_amp
-from xla_amp import checkpoint
-from xla_amp.errors import FileError, XlaAmpWarning
+from xla_amp import checkpoint, xla_model
+from xla_amp.errors import DeviceError, FileError, MissingLibraryError, XlaAmpWarning
 from xla_amp.lazy.distributed import checkpoint as written
 
 # Orbax's threads outlive the call, it uses asyncio in ways that Python warns of, and drops tasks that failed.
@@ -32,6 +35,64 @@ def _nothing_is_left_for_other_tests():
 @pytest.fixture(scope="module")
 def device():
     return xla_amp.xla_device()
+
+
+# ---- what a checkpoint has -------------------------------------------------------------------------------------------
+
+
+def trained():
+    model = torch.nn.BatchNorm1d(3).to(xla_amp.xla_device())
+    optimizer = xla_amp.syncfree.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(4, 3, device=xla_amp.xla_device())).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_checkpoint_has_everything(tmp_path):
+    model, optimizer = trained()
+    tied = torch.arange(3, device=xla_amp.xla_device())
+    state = {"model": model, "optimizer": optimizer, "values": {"a": (tied, tied[1:]), "b": torch.ones(2)}}
+    state["mean"] = np.mean([1.0, 2.0])
+    checkpoint.save(state, tmp_path / "one")
+    other, fresh = trained()
+    target = torch.zeros(3, device=xla_amp.xla_device())
+    checkpoint.save({**state, "direct": target + 7}, tmp_path / "two")
+    rest = checkpoint.load({"model": other, "optimizer": fresh, "direct": target}, tmp_path / "two")
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+    for ours, theirs in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+        assert torch.equal(ours["momentum_buffer"], theirs["momentum_buffer"])
+    assert target.tolist() == [7, 7, 7]
+    assert [value.tolist() for value in rest["values"]["a"]] == [[0, 1, 2], [1, 2]]
+    assert rest["values"]["b"].device.type == "cpu"
+    assert rest["mean"] == 1.5
+    assert checkpoint.latest(tmp_path) == tmp_path / "two"
+    assert checkpoint.latest(tmp_path / "two") is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+
+
+def test_names_that_a_checkpoint_lacks_and_values_of_separate_processes(device, tmp_path, monkeypatch):
+    model, _ = pair(device)
+    checkpoint.save({"model": model}, tmp_path / "one")
+    with pytest.raises(KeyError, match="nothing named"):
+        checkpoint.load({"model": model, "scaler": xla_amp.GradScaler("cpu")}, tmp_path / "one")
+    monkeypatch.setattr(written.processes, "world_size", lambda: 2)
+    with pytest.raises(DeviceError, match=r"each of 2 processes has whole values; use xla_amp\.xla_model\.save"):
+        checkpoint.save({"model": model}, tmp_path / "two")
+
+
+def test_without_orbax_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(MissingLibraryError, match=r"pip install 'xla-amp\[checkpoint\]'"):
+        checkpoint.save({}, tmp_path / "one")
+
+
+def test_a_file_is_replaced_when_the_new_one_is_complete(tmp_path):
+    xla_model.save({"a": torch.ones(2)}, tmp_path / "file")
+    with pytest.raises(TypeError, match="pickle"):
+        xla_model.save({"a": threading.Lock()}, tmp_path / "file")
+    assert torch.load(tmp_path / "file")["a"].tolist() == [1, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 # ---- the end of a program --------------------------------------------------------------------------------------------

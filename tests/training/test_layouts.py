@@ -8,6 +8,7 @@ import transformers
 from jax.sharding import AbstractMesh, Mesh
 
 import xla_amp
+from xla_amp.errors import DeviceError
 from xla_amp.lazy.distributed import layouts
 
 DATA, SQUARE = AbstractMesh((4,), ("data",)), AbstractMesh((4, 2), ("data", "model"))
@@ -105,3 +106,25 @@ def test_what_is_not_possible(model, axes, recipe, words, mesh):
         xla_amp.shard(model, Mesh(mesh.devices, axes), recipe)
     assert xla_amp.lazy.programs.mesh.active is None
     assert model.weight.device.type == "cpu"
+
+
+def on_device(*shape):
+    return torch.ones(*shape, device=xla_amp.xla_device())
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda mesh: xla_amp.make_mesh({"data": 3}), DeviceError, r"product is the number of devices, 1, got 3"),
+        (lambda mesh: xla_amp.mark_sharding(torch.ones(2), mesh, ()), DeviceError, "expects a tensor on 'jax', got"),
+        (lambda mesh: xla_amp.mark_sharding(on_device(2), mesh, ("model",)), ValueError, "does not know the axis 'mod"),
+        (lambda mesh: xla_amp.mark_sharding(on_device(2, 2), mesh, ("data", "data")), ValueError, "repeats the axis"),
+        (lambda mesh: xla_amp.mark_sharding(on_device(2), mesh, (None, None)), ValueError, "one entry per dimension"),
+        (lambda mesh: xla_amp.mark_sharding(on_device(2), mesh, "data"), ValueError, "one entry per dimension"),
+        (lambda mesh: xla_amp.mark_sharding(on_device(4)[1:], mesh, ("data",)), DeviceError, "got a view of shape"),
+    ],
+)
+def test_bad_input_to_marks(call, kind, words, mesh):
+    with pytest.raises(kind, match=words):
+        call(mesh)
+    assert xla_amp.lazy.programs.mesh.active is None
