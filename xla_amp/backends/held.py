@@ -115,6 +115,14 @@ def storage_id(storage: Any) -> int:
     return int(storage._cdata)
 
 
+def part(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are the same part of one storage, such as those of tied weights in a ``state_dict()``."""
+    if tensor.device.type != base.LAZY or tensor.layout is not torch.strided:
+        return id(tensor)
+    address = tensor.untyped_storage().data_ptr()
+    return address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def name(path: Path) -> str:
     """A path for people, such as ``state[Parameter(2, 3)].step``."""
     text = ""

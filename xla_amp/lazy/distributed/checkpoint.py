@@ -34,7 +34,7 @@ import torch
 from jax.sharding import SingleDeviceSharding
 from torch.optim import Optimizer
 
-from xla_amp.backends import devices, trees
+from xla_amp.backends import devices, held, trees
 from xla_amp.common import arguments, events, files
 from xla_amp.errors import DeviceError, FileError, MissingLibraryError, XlaAmpError
 from xla_amp.lazy import private_api
@@ -135,8 +135,7 @@ def _begin(call: str, state: Mapping[str, Any], path: str | os.PathLike[str]) ->
     def detach(value: Any) -> Any:
         if not _is_lazy(value):
             return value
-        storage = value.untyped_storage()
-        key = (storage.data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
+        key = held.part(value)
         if key not in written:  # of tied weights only the first is written; the file has one meta tensor for all
             written[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
             if value.numel():  # Orbax writes no empty arrays

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import torch
 
-from xla_amp.backends import base, devices
+from xla_amp.backends import base, devices, held
 from xla_amp.backends.trees import tree_map
 from xla_amp.common import arguments
 from xla_amp.errors import DeviceError
@@ -271,7 +271,7 @@ def _to_cpu(data: Any) -> Any:
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not is_xla_tensor(value):
             return value
-        key = _identity(value)
+        key = held.part(value)
         if key not in copies:
             copies[key] = value.detach().cpu()
         if not isinstance(value, torch.nn.Parameter):
@@ -281,14 +281,6 @@ def _to_cpu(data: Any) -> Any:
         return parameters[id(value)]
 
     return tree_map(move, data)
-
-
-def _identity(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are the same part of one storage, such as those of tied weights in a ``state_dict()``."""
-    if tensor.device.type != base.LAZY or tensor.layout is not torch.strided:
-        return id(tensor)
-    address = tensor.untyped_storage().data_ptr()
-    return address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def send_cpu_data_to_device(data: Any, device: Any) -> Any:
