@@ -9,9 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xla_amp.backends import module_paths
 from xla_amp.common import events
-from xla_amp.common.events import Place
-
-__all__ = ["LocatingMode", "Place"]
+from xla_amp.common.events import Place as Place
 
 
 class LocatingMode(TorchDispatchMode):
