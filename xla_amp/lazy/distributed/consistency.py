@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,16 +55,15 @@ def _rules(policy: Policy, *, without_builtin: bool = False) -> str:
 
 
 def meet(process: Process) -> None:
-    """Waits for all processes and compares their settings.
+    """Waits for all processes at torch's store and compares their settings.
 
-    Without a store this is left to `meet_at_coordinator`; JAX's coordinator ends a process whose peer does not come.
+    JAX's coordinator would end a process whose peer does not come.
 
     Raises:
         EngineError: a process did not come within the timeout, or has other settings.
     """
     if process.store is None or not torch.distributed.is_available():
         return
-    mine = settings(process)
     room = f"xla_amp/{process.store.prefix}"
     serves = process.rank == 0 and not process.store.served
     local = serves and cluster.is_loopback(process.store.host)
@@ -79,7 +78,7 @@ def meet(process: Process) -> None:
             multi_tenant=True,
             master_listen_fd=_loopback_socket(process.store) if local else None,
         )
-        store.set(f"{room}/{process.rank}", json.dumps(mine))
+        store.set(f"{room}/{process.rank}", json.dumps(settings(process)))
     except RuntimeError as error:
         raise _absent(process, 0, error) from error
     _store.append(store)
@@ -94,31 +93,18 @@ def meet(process: Process) -> None:
             raise _absent(process, rank, error, came) from error
         return text
 
-    _compare_settings(process, mine, read)
+    compare_settings(process, map(read, range(process.world_size)))
 
 
-def meet_at_coordinator(process: Process, client: Any) -> None:
-    """`meet` where there is no store, after the processes have connected to JAX's coordinator.
+def compare_settings(process: Process, texts: Iterable[str | bytes]) -> None:
+    """Compares the `settings` of all processes, as JSON by rank.
 
     Raises:
-        EngineError: as `meet`.
+        EngineError: a process has other settings.
     """
-    if process.store is not None:
-        return
-    mine = settings(process)
-    client.key_value_set(f"xla_amp/settings/{process.rank}", json.dumps(mine))
-
-    def read(rank: int) -> str | bytes:
-        text: str = wait_for(client, process, f"xla_amp/settings/{rank}", rank, "the start of the device")
-        return text
-
-    _compare_settings(process, mine, read)
-
-
-def _compare_settings(process: Process, mine: dict[str, str], read: Callable[[int], str | bytes]) -> None:
-    found = []
-    for rank in range(process.world_size):
-        theirs = json.loads(read(rank))
+    found, mine = [], settings(process)
+    for rank, text in enumerate(texts):
+        theirs = json.loads(text)
         problems = [
             f"{name} is {theirs.get(name)!r} there and {value!r} here"
             for name, value in mine.items()
@@ -193,15 +179,15 @@ def leave(process: Process, reason: str) -> None:
         private_api.coordinator().key_value_set(f"xla_amp/ended/{process.rank}", f"{name_of(process.rank)} {reason}")
 
 
-def wait_for(client: Any, process: Process, key: str, rank: int, what: str, *, binary: bool = False) -> Any:
+def wait_for(client: Any, process: Process, key: str, rank: int, what: str) -> bytes:
     """The value that process `rank` stores under `key` at the coordinator.
 
     Raises:
         EngineError: nothing within the timeout.
     """
-    get = client.blocking_key_value_get_bytes if binary else client.blocking_key_value_get
     try:
-        return get(key, 1000 * process.timeout)
+        value: bytes = client.blocking_key_value_get_bytes(key, 1000 * process.timeout)
+        return value
     except Exception as error:
         late = "DEADLINE_EXCEEDED" in str(error)
         reason = "it is late: stopped, busy, or it went another way" if late else "it has ended"

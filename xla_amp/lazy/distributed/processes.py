@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import json
 import logging
 import os
 import socket
@@ -47,7 +48,9 @@ def join() -> None:
             private_api.keep_collectives_local()
         consistency.meet(process)
         _connect(process)
-    consistency.meet_at_coordinator(process, private_api.coordinator())
+    if process.store is None:
+        mine = json.dumps(consistency.settings(process)).encode()
+        consistency.compare_settings(process, rendezvous("the start of the device", mine))
     atexit.register(_leave)  # runs before JAX's exit handler, which is registered already
 
 
@@ -120,7 +123,7 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
     key = f"xla_amp/{_rendezvous_counts[tag]}/{tag}"
     client.key_value_set_bytes(f"{key}/{process.rank}", payload)
     return [
-        consistency.wait_for(client, process, f"{key}/{rank}", rank, repr(tag), binary=True)
+        consistency.wait_for(client, process, f"{key}/{rank}", rank, repr(tag))
         for rank in replicas or range(process.world_size)
     ]
 
