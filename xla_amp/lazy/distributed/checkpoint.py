@@ -274,14 +274,9 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
             marked[id(leaf)] = layout
     try:
         with private_api.x64(), orbax.PyTreeCheckpointer() as reader:
-            restored = {
-                name: orbax.ArrayRestoreArgs(sharding=struct.sharding, dtype=struct.dtype)
-                for name, struct in wanted.items()
-            }
-            arrays = reader.restore(
-                folder,
-                orbax.args.PyTreeRestore({"arrays": wanted}, restore_args={"arrays": restored}),
-            )["arrays"]
+            item = {"arrays": wanted}
+            placed = orbax.checkpoint_utils.construct_restore_args(item)
+            arrays = reader.restore(folder, orbax.args.PyTreeRestore(item, restore_args=placed))["arrays"]
     except jax.errors.JaxRuntimeError:
         raise
     except Exception as error:  # of a damaged file Orbax and TensorStore raise what their parts happen to raise
