@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
@@ -90,15 +90,10 @@ def _leave() -> None:
     reason = "has ended" if failure is None else f"has failed ({type(failure).__name__}: {failure})"
     consistency.leave(process, reason)
     if failure is not None:
-        exit_failed()
-
-
-def exit_failed() -> NoReturn:
-    """Ends this process in an exit handler, with status 1."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def local_ordinal() -> int:

@@ -6,6 +6,7 @@ process has world size 1: collectives scale, and reduce nothing.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -144,23 +145,25 @@ class _Closures:
     def __init__(self) -> None:
         self.waiting: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = []
         self.running: list[Future[Any]] = []
-        self.worker: ThreadPoolExecutor | None = None
 
     def run(self) -> None:
         waiting, self.waiting = self.waiting, []
         for closure, args, beside in waiting:
-            if not beside:
+            if beside:
+                self.running.append(_worker().submit(closure, *args))
+            else:
                 closure(*args)
-                continue
-            if self.worker is None:
-                self.worker = ThreadPoolExecutor(1, thread_name_prefix="xla_amp-step-closure")
-            self.running.append(self.worker.submit(closure, *args))
         done, self.running = [f for f in self.running if f.done()], [f for f in self.running if not f.done()]
         for future in done:
             future.result()  # an exception of a closure surfaces here
 
 
 _closures = _Closures()
+
+
+@functools.cache
+def _worker() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="xla_amp-step-closure")
 
 
 def mark_step(wait: bool = False) -> None:
