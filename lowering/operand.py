@@ -58,12 +58,14 @@ def up(x: jax.Array) -> jax.Array:
     return as_dtype(x, opmath(x.dtype))
 
 
-def stored(x: jax.Array, platform: str) -> jax.Array:
+def stored(x: jax.Array | Biased, platform: str) -> jax.Array:
     """`x`, a residual of the forward pass, behind a barrier if it has a half dtype.
 
     Both passes convert it to float32.  On an accelerator XLA merges the two conversions, moves the remaining one into
     the product that makes `x`, and keeps float32: twice the memory and traffic.  The barrier keeps them apart.
     """
+    if isinstance(x, Biased):
+        return dataclasses.replace(x, product=stored(x.product, platform)).materialize()
     return lax.optimization_barrier(x) if platform != "cpu" and is_half(x.dtype) else x
 
 
@@ -164,7 +166,36 @@ class OneHot:
         return jnp.where(positions == index, values, 0)
 
 
-Deferred = Permuted | OneHot
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Biased:
+    """A deferred sum of a product and a bias, which have one dtype.
+
+    An activation and its gradient each add the bias in their own kernel, so the sum is not written.
+    """
+
+    product: jax.Array
+    bias: jax.Array
+    """One value for each index of the last axis."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.product.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.product.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.product.dtype)
+
+    def materialize(self) -> jax.Array:
+        """The sum."""
+        return self.product + self.bias
+
+
+Deferred = Permuted | OneHot | Biased
 
 
 def materialize(x: jax.Array | Deferred) -> jax.Array:

@@ -73,7 +73,7 @@ class Lowering:
     mutates: tuple[str, ...]
     """Arguments that the operation writes; a list argument stands for all its tensors."""
     takes: tuple[type, ...]
-    """Deferred operands that the function accepts (`Permuted`, `OneHot`); others are materialized first."""
+    """Deferred operands that the function accepts (`Permuted`, `OneHot`, `Biased`); others are materialized first."""
     minor: Mapping[str, Mapping[str, tuple[int, ...]]]
     """Platform -> tensor argument -> its minor dimensions in memory, the most minor last."""
 

@@ -32,7 +32,7 @@ from jax import lax
 
 from xla_amp import hardware
 from xla_amp.lowering import forms
-from xla_amp.lowering.operand import Permuted, as_dtype, is_half, materialize, opmath, sums_of_rows, up
+from xla_amp.lowering.operand import Biased, Permuted, as_dtype, is_half, materialize, opmath, sums_of_rows, up
 from xla_amp.lowering.registry import register
 
 _BLOCKS = (64, 32, 16, 8)
@@ -249,14 +249,18 @@ def _is_added_by_cublas(start: Operand, left: Operand, right: Operand, beta: Any
 
 
 @register("linear", takes=(Permuted,))
-def linear(x: Operand, weight: Operand, bias: Operand | None = None, *, platform: str) -> jax.Array:
+def linear(x: Operand, weight: Operand, bias: Operand | None = None, *, platform: str) -> jax.Array | Biased:
     """Product of the rows of `x`, along its last axis, with those of `weight`; a bias is added before the rounding.
 
     With a kernel for it, torch's autograd records one operation, not a product between views.
     """
     rows, columns = _rows(x), _transposed(_rows(weight))
+    shape = *x.shape[:-1], *weight.shape[:-1]
+    if bias is not None and _is_added_by_cublas(bias, rows, columns, 1, 1, platform):
+        product = mm(rows, columns, platform=platform).reshape(shape)
+        return Biased(product, as_dtype(materialize(bias), product.dtype).reshape(-1))
     product = mm(rows, columns, platform=platform) if bias is None else addmm(bias, rows, columns, platform=platform)
-    return product.reshape(*x.shape[:-1], *weight.shape[:-1])
+    return product.reshape(shape)
 
 
 @register("linear_backward", takes=(Permuted,))

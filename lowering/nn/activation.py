@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_amp.lowering.operand import as_dtype, opmath, stored, up, written
+from xla_amp.lowering.operand import Biased, as_dtype, materialize, opmath, stored, up, written
 from xla_amp.lowering.registry import register
 
 _SQRT_HALF = math.sqrt(0.5)
@@ -38,7 +38,7 @@ def _define(
             if not (compare_only and platform == "tpu"):
                 saved = (stored(x, platform) if hasattr(x, "dtype") else x for x in args[not_saved:])
                 args = (*args[:not_saved], *saved)
-            values = [up(x) for x in args[:tensors]]
+            values = [up(materialize(x)) for x in args[:tensors]]
             numbers = [
                 x if x is None or isinstance(x, (bool, str)) else as_dtype(x, values[0].dtype) for x in args[tensors:]
             ]
@@ -46,7 +46,7 @@ def _define(
 
         # No `functools.wraps`: `register` must see the wrapper's signature, which has `platform`.
         lowering.__name__, lowering.__qualname__, lowering.__doc__ = name, name, formula.__doc__
-        return register(name)(lowering)
+        return register(name, takes=(Biased,))(lowering)
 
     return decorate
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
 
 import jax
@@ -14,6 +16,8 @@ from harness import check, sample, together
 from xla_amp import hardware
 from xla_amp.lowering import Permuted, forms
 from xla_amp.lowering.linalg import contraction
+from xla_amp.lowering.nn import activation
+from xla_amp.lowering.operand import Biased
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -74,6 +78,32 @@ def test_the_bias_of_a_large_product_is_added_in_its_dtype_on_gpu() -> None:
         assert "f32" not in text(1024, bias)
     for kept_wide in (text(512, (1024,)), text(1024, (1,)), text(1024, (1024, 1024)), text(1024, (1024,), alpha=2)):
         assert "-> tensor<1024x1024xf32>" in kept_wide or "-> tensor<512x1024xf32>" in kept_wide
+
+
+def test_an_activation_adds_the_bias_of_a_large_layer_in_its_own_kernels_on_gpu() -> None:
+    """Both passes read the product, so XLA writes no sum; the numbers are those of the sum."""
+    random = np.random.default_rng(0)
+    shapes = (2, 512, 64), (1024, 64), (1024,), (2, 512, 1024)
+    low = [jnp.asarray(random.normal(size=shape), jnp.bfloat16) for shape in shapes]
+
+    def passes(x: jax.Array, weight: jax.Array, bias: jax.Array, grad: jax.Array, of_sum: bool) -> list[jax.Array]:
+        hidden = contraction.linear(x, weight, bias, platform="gpu")
+        assert isinstance(hidden, Biased)
+        given = hidden.materialize() if of_sum else hidden
+        return [
+            activation.gelu(given, approximate="tanh", platform="gpu"),
+            activation.gelu_backward(grad, given, approximate="tanh", platform="gpu"),
+        ]
+
+    deferred, of_sum = (jax.jit(functools.partial(passes, of_sum=flag)).lower(*low) for flag in (False, True))
+    barrier = re.compile(r"optimization_barrier %(\w+)")
+    for lowered, kind in ((deferred, "stablehlo.reshape"), (of_sum, "stablehlo.add")):
+        (kept,) = barrier.findall(lowered.as_text())
+        assert f"%{kept} = {kind}" in lowered.as_text()
+    rounded = {"xla_allow_excess_precision": False}  # as in programs for a GPU
+    compiled = (each.compile(rounded)(*low) for each in (deferred, of_sum))
+    for got, expected in zip(*compiled, strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
 
 
 def test_an_odd_product_is_padded_on_gpu_only_where_that_is_turned_on(monkeypatch: pytest.MonkeyPatch) -> None:

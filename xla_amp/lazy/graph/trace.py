@@ -131,7 +131,7 @@ class Instruction:
         self.ints = ints
         self.random = random
         self.takes = takes
-        """Classes of deferred inputs (`Permuted`, `OneHot`) that `emit` accepts; other inputs are arrays."""
+        """Classes of deferred inputs (as `Permuted`) that `emit` accepts; other inputs are arrays."""
         self.collective = collective
         """Whether this is a collective operation of processes that train together."""
         self.minor = minor
