@@ -55,7 +55,7 @@ _slots = [tuple(ctypes.c_void_p() for _ in range(3)) for _ in range(_SLOTS)]
 def make() -> Any:
     """The guard to register with torch."""
     pointers = [tuple(map(ctypes.byref, slot)) for slot in _slots]
-    fetched = map(_fetch_error, *(itertools.cycle([pointer[part] for pointer in pointers]) for part in range(3)))
+    fetched = itertools.starmap(_fetch_error, itertools.cycle(pointers))
     device_type = itertools.repeat(torch.autograd.DeviceType.PrivateUse1)  # type: ignore[attr-defined]
     device_types = map(operator.itemgetter(1), zip(fetched, device_type, strict=False))
     # ctypes prepares some of a function's state at its first call, which must not be one with an error set.
