@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import importlib
 import importlib.metadata
@@ -10,15 +11,15 @@ import pkgutil
 import platform
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import private_names
 import pytest
 import torch
 from packaging.requirements import Requirement
-from source_tree import ROOT, modules
+from source_tree import ROOT, modules, nodes
 
 ROWS = tomllib.loads((ROOT / "xla_amp" / "private_names.toml").read_text("utf-8"))["private"]
 NAMES = {name: row for row in ROWS for name in row["names"]}
@@ -29,8 +30,11 @@ OBJECTS = (
     torch.amp.GradScaler("cpu"),
 )
 """Whose attributes a string may name."""
+PUBLIC = frozenset({"_asdict", "_fields", "_make", "_replace", "_exit", "_thread"})
+"""Names with an underscore that Python documents: of named tuples, `os._exit`, the module `_thread`."""
 ELSEWHERE = ("xla_amp/integrations/", "xla_amp/backends/torch_xla/")
 """Files that use names of frameworks, which the table is not about."""
+SOURCES = {path: (ROOT / path).read_text("utf-8") for path in modules().values() if not path.startswith(ELSEWHERE)}
 
 
 def found(name: str) -> bool:
@@ -83,61 +87,78 @@ def test_the_page_tells_the_number() -> None:
     assert int(number) == len(NAMES) == sum(len(row["names"]) for row in ROWS)
 
 
-def rows_of(use: str) -> set[str]:
-    """The names of the table that a use is covered by."""
-    if use.startswith("?."):
-        return {name for name in NAMES if name.endswith(use[1:])}
-    return {name for name in NAMES if f"{use}.".startswith(f"{name}.")}
+def used(source: str) -> set[str]:
+    """Names with a private part that a file takes from other libraries; ``?._x`` is one of an unknown object."""
+    imported = {"aten": "torch.ops.aten"}
+    names = []
+    for node in nodes(source):
+        for each in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            path = f"{node.module}.{each.name}" if isinstance(node, ast.ImportFrom) else each.name
+            root = path if each.asname or isinstance(node, ast.ImportFrom) else path.partition(".")[0]
+            imported[each.asname or root.rpartition(".")[2]] = root
+            names.append(path)
+    for node in nodes(source):
+        if isinstance(node, ast.Attribute):
+            root, _, rest = ast.unparse(node).partition(".")
+            full = f"{imported.get(root, '?')}.{rest}"
+            here = not re.fullmatch(r"[\w.]+", full) or full.startswith(("torch.ops.", "xla_amp."))
+            names.append(f"?.{node.attr}" if here else full)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            names.append(f"?.{ast.unparse(node.args[1]).strip(QUOTES).partition('.')[0]}")
+        elif isinstance(node, ast.Constant) and str(node.value).startswith("_"):
+            names += [f"?.{node.value}" for each in OBJECTS if hasattr(each, node.value)]
+    return {name for name in names if any(map(is_private, name.split("."))) and not name.startswith("xla_amp.")}
 
 
-def is_on_the_way(use: str) -> bool:
-    """Whether a name is a module in which names of the table are, or an operation of ATen under `torch`."""
-    root, _, last = use.rpartition(".")
-    return any(name.startswith(f"{use}.") for name in NAMES) or (root == "torch" and hasattr(torch.ops.aten, last))
+QUOTES = "f'"
+"""Around the name that ``getattr`` asks for."""
 
 
-def is_an_attribute(text: str) -> bool:
-    """Whether a string is a name of torch's objects, and of no operation of ATen."""
-    return any(hasattr(each, text) for each in OBJECTS) and not hasattr(torch.ops.aten, text)
+def is_private(part: str) -> bool:
+    return part.startswith("_") and not part.startswith(("__", "_xla_amp", "_{")) and part not in PUBLIC
+
+
+def defined(source: str) -> Iterator[str]:
+    """Names of functions, classes, variables and attributes of ``self`` that a file defines."""
+    for node in nodes(source):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
 
 
 def test_the_sources_use_what_the_table_has_and_nothing_else() -> None:
-    used: set[str] = set()
-    unknown = []
-    sources = {path: (ROOT / path).read_text("utf-8") for path in modules().values() if not path.startswith(ELSEWHERE)}
-    inherited = frozenset[str]().union(*map(private_names.defined, sources.values()))
-    for path, source in sources.items():
-        named = [(f"?.{text}", line) for text, line in private_names.texts(source) if is_an_attribute(text)]
-        for use, line in [*private_names.uses(source, inherited), *named]:
-            covered = rows_of(use)
-            used |= covered
-            if not covered and not is_on_the_way(use):
-                unknown.append(f"{path}:{line}: {use} has no row in xla_amp/private_names.toml")
-    assert unknown == []
-    assert sorted(set(NAMES) - used) == []
+    own = {name for source in SOURCES.values() for name in defined(source)}
+    own |= {re.split(r"::|\.", name)[1] for name in torch._C._dispatch_get_all_op_names()}
+    own |= {part for name in NAMES for part in name.split(".")}
+
+    def is_known(name: str) -> bool:
+        root, _, part = name.rpartition(".")
+        if root in ("?", "torch") and part in own:
+            return True
+        return any(f"{name}.".startswith(f"{row}.") or f"{row}.".startswith(f"{name}.") for row in NAMES)
+
+    everywhere = {(path, name) for path, source in SOURCES.items() for name in used(source)}
+    assert sorted(each for each in everywhere if not is_known(each[1])) == []
+    words = {word for source in SOURCES.values() for word in re.findall(r"\w+", source)}
+    assert [name for name in NAMES if name.rpartition(".")[2] not in words] == []
 
 
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("import torch\ntorch._C._gone()", ["torch._C._gone"]),
-        ("from jax._src import core\ncore.gone(1)", ["jax._src.core", "jax._src.core.gone"]),
-        ("from torch.utils._pytree import tree_map as m", ["torch.utils._pytree.tree_map"]),
-        ("import torch\ngetattr(torch._C, '_gone', None)", ["torch._C._gone"]),
-        ("import torch\ngetattr(torch._C, f'_gone_{kind}_too')", ["torch._C._gone_{}_too"]),
-        ("def f(x):\n    return x._gone.public", ["?._gone"]),
-        ("class A:\n    def f(self):\n        self._mine = 1\n    def g(self, x):\n        return x._mine", []),
-        ("from xla_amp.lazy import trace\ntrace.lock._gone()", ["?._gone"]),
-        ("aten = torch.ops.aten\naten._to_copy.default._schema", ["?._schema"]),
-        ("import os, xla_amp.lazy\nos._exit(1)\nx._xla_amp\nx.__dict__\nx._replace(a=1)", []),
+        ("import torch\ntorch._C._gone()", {"torch._C", "torch._C._gone"}),
+        ("from jax._src import core\ncore.gone(1)", {"jax._src.core", "jax._src.core.gone"}),
+        ("from torch.utils._pytree import tree_map as m", {"torch.utils._pytree.tree_map"}),
+        ("import torch\ngetattr(torch._C, '_gone', None)", {"torch._C", "?._gone"}),
+        ("def f(x):\n    return x._gone.public", {"?._gone"}),
+        ("from xla_amp.lazy import trace\ntrace.lock._gone()", {"?._gone"}),
+        ("aten = torch.ops.aten\naten._to_copy.default._schema", {"?._to_copy", "?._schema"}),
+        ("import os, xla_amp.lazy\nos._exit(1)\nx._xla_amp\nx.__dict__\nx._replace(a=1)", set()),
+        ('"""_of_no_object"""\nvars(x)["_modules"]', {"?._modules"}),
     ],
 )
-def test_uses_are_found(source: str, expected: list[str]) -> None:
-    assert sorted({name for name, _ in private_names.uses(source)}) == expected
-
-
-def test_strings_that_name_attributes_are_found() -> None:
-    source = '"""_buffers"""\nNAMES = ("_modules", "modules", "_no name")\ndef f(x):\n    vars(x)["_a"]'
-    assert list(private_names.texts(source)) == [("_modules", 2), ("_a", 4)]
-    assert is_an_attribute("_modules")
-    assert not is_an_attribute("_to_copy")
+def test_uses_are_found(source: str, expected: set[str]) -> None:
+    assert used(source) == expected
