@@ -7,10 +7,9 @@ batch has what a tokenizer gives: token ids, a padding mask, labels.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,29 +20,26 @@ VOCABULARY, BATCH, LENGTH, PIXELS = 64, 2, 12, 32
 Batch = dict[str, torch.Tensor]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """A model to train.
-
-    Args:
-        name: how reports call it.
-        model: class in transformers.
-        config: configuration class in transformers.
-        sizes: arguments of the configuration.
-        batch: makes the inputs (CPU tensors); the model returns its loss from them.
-    """
+class Row(NamedTuple):
+    """A model to train: a class and a configuration class of transformers, which begin with the same word."""
 
     name: str
-    model: str
-    config: str
+    """How reports call it."""
+    family: str
+    """What the names of its classes begin with."""
+    head: str
+    """The rest of the model's name."""
     sizes: dict[str, Any]
+    """Arguments of the configuration."""
     batch: Callable[[], Batch]
+    """Makes the inputs (CPU tensors); the model returns its loss from them."""
 
     def build(self) -> torch.nn.Module:
         """The model in training mode, on the CPU, with weights from torch's random state."""
         import transformers
 
-        return getattr(transformers, self.model)(getattr(transformers, self.config)(**self.sizes)).train()
+        config = getattr(transformers, f"{self.family}Config")(**self.sizes)
+        return getattr(transformers, self.family + self.head)(config).train()
 
 
 def _tokens(length: int = LENGTH) -> torch.Tensor:
@@ -90,207 +86,64 @@ def speech() -> Batch:
 
 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-DECODER = {
-    **SPECIAL,
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "attention_dropout": 0.0,
-}
-ENCODER = {
-    **SPECIAL,
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-VISION = {
-    "image_size": PIXELS,
-    "patch_size": 8,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-CLIP_TEXT = {**SPECIAL, "eos_token_id": VOCABULARY - 1, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
+TEXT = dict(SPECIAL, vocab_size=VOCABULARY)
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER = dict(TEXT, **SHAPE, num_key_value_heads=2, max_position_embeddings=32, attention_dropout=0.0)
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ENCODER = dict(TEXT, **SHAPE, **NO_DROPOUT, max_position_embeddings=32)
+VISION = dict(SHAPE, image_size=PIXELS, patch_size=8)
+CLIP_TEXT = dict(TEXT, eos_token_id=VOCABULARY - 1, max_position_embeddings=LENGTH)
 CLASSES = {"num_labels": 4}
+PAIR = dict(
+    TEXT,
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=64,
+    decoder_ffn_dim=64,
+    dropout=0.0,
+)
+"""Encoder and decoder."""
+GPT2 = dict(TEXT, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+DEBERTA = dict(
+    ENCODER,
+    relative_attention=True,
+    pos_att_type=["p2c", "c2p"],
+    position_buckets=8,
+    norm_rel_ebd="layer_norm",
+    share_att_key=True,
+    position_biased_input=False,
+    pooler_dropout=0.0,
+)
+T5 = dict(TEXT, decoder_start_token_id=0, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0)
+BART = dict(PAIR, decoder_start_token_id=2, forced_eos_token_id=None, max_position_embeddings=32)
+SWIN = dict(CLASSES, **NO_DROPOUT, image_size=PIXELS, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4])
+CONVNEXT = dict(CLASSES, depths=[1, 2], hidden_sizes=[16, 32], num_stages=2, drop_path_rate=0.0)
+RESNET = dict(CLASSES, embedding_size=16, hidden_sizes=[16, 32], depths=[1, 2], layer_type="bottleneck")
+CLIP = {"projection_dim": 16, "text_config": {**VISION, **CLIP_TEXT}, "vision_config": VISION}
+WHISPER = dict(PAIR, decoder_start_token_id=1, num_mel_bins=80, max_source_positions=32, max_target_positions=32)
+MAMBA = dict(TEXT, hidden_size=32, state_size=8, num_hidden_layers=2)
+MIXTRAL = dict(DECODER, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
 
 ROWS = (
-    Row(
-        name="GPT-2",
-        model="GPT2LMHeadModel",
-        config="GPT2Config",
-        sizes={
-            **SPECIAL,
-            "vocab_size": VOCABULARY,
-            "n_positions": 32,
-            "n_embd": 32,
-            "n_layer": 2,
-            "n_head": 4,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-        },
-        batch=text,
-    ),
-    Row(name="Llama", model="LlamaForCausalLM", config="LlamaConfig", sizes=DECODER, batch=text),
-    Row(
-        name="Mistral",
-        model="MistralForCausalLM",
-        config="MistralConfig",
-        sizes={**DECODER, "sliding_window": 6},
-        batch=text,
-    ),
-    Row(name="Qwen2", model="Qwen2ForCausalLM", config="Qwen2Config", sizes=DECODER, batch=text),
-    Row(name="Gemma", model="GemmaForCausalLM", config="GemmaConfig", sizes={**DECODER, "head_dim": 8}, batch=text),
-    Row(name="BERT", model="BertForMaskedLM", config="BertConfig", sizes=ENCODER, batch=text),
-    Row(name="RoBERTa", model="RobertaForMaskedLM", config="RobertaConfig", sizes=ENCODER, batch=text),
-    Row(
-        name="DeBERTa-v2",
-        model="DebertaV2ForMaskedLM",
-        config="DebertaV2Config",
-        sizes={
-            **ENCODER,
-            "relative_attention": True,
-            "pos_att_type": ["p2c", "c2p"],
-            "position_buckets": 8,
-            "norm_rel_ebd": "layer_norm",
-            "share_att_key": True,
-            "position_biased_input": False,
-            "pooler_dropout": 0.0,
-        },
-        batch=text,
-    ),
-    Row(
-        name="T5",
-        model="T5ForConditionalGeneration",
-        config="T5Config",
-        sizes={
-            **SPECIAL,
-            "decoder_start_token_id": 0,
-            "vocab_size": VOCABULARY,
-            "d_model": 32,
-            "d_kv": 8,
-            "d_ff": 64,
-            "num_layers": 2,
-            "num_heads": 4,
-            "dropout_rate": 0.0,
-        },
-        batch=translation,
-    ),
-    Row(
-        name="BART",
-        model="BartForConditionalGeneration",
-        config="BartConfig",
-        sizes={
-            **SPECIAL,
-            "decoder_start_token_id": 2,
-            "forced_eos_token_id": None,
-            "vocab_size": VOCABULARY,
-            "max_position_embeddings": 32,
-            "d_model": 32,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 64,
-            "decoder_ffn_dim": 64,
-            "dropout": 0.0,
-        },
-        batch=translation,
-    ),
-    Row(
-        name="ViT",
-        model="ViTForImageClassification",
-        config="ViTConfig",
-        sizes={**VISION, **CLASSES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-        batch=images,
-    ),
-    Row(
-        name="Swin",
-        model="SwinForImageClassification",
-        config="SwinConfig",
-        sizes={
-            **CLASSES,
-            "image_size": PIXELS,
-            "patch_size": 4,
-            "embed_dim": 16,
-            "depths": [2, 2],
-            "num_heads": [2, 4],
-            "window_size": 4,
-            "drop_path_rate": 0.0,
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-        },
-        batch=images,
-    ),
-    Row(
-        name="ConvNeXt",
-        model="ConvNextForImageClassification",
-        config="ConvNextConfig",
-        sizes={**CLASSES, "depths": [1, 2], "hidden_sizes": [16, 32], "num_stages": 2, "drop_path_rate": 0.0},
-        batch=images,
-    ),
-    Row(
-        name="ResNet",
-        model="ResNetForImageClassification",
-        config="ResNetConfig",
-        sizes={**CLASSES, "embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 2], "layer_type": "bottleneck"},
-        batch=images,
-    ),
-    Row(
-        name="CLIP",
-        model="CLIPModel",
-        config="CLIPConfig",
-        sizes={
-            "projection_dim": 16,
-            "text_config": {**VISION, **CLIP_TEXT},
-            "vision_config": VISION,
-        },
-        batch=captions,
-    ),
-    Row(
-        name="Whisper",
-        model="WhisperForConditionalGeneration",
-        config="WhisperConfig",
-        sizes={
-            **SPECIAL,
-            "decoder_start_token_id": 1,
-            "vocab_size": VOCABULARY,
-            "num_mel_bins": 80,
-            "max_source_positions": 32,
-            "max_target_positions": 32,
-            "d_model": 32,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 64,
-            "decoder_ffn_dim": 64,
-            "dropout": 0.0,
-        },
-        batch=speech,
-    ),
-    Row(
-        name="Mamba",
-        model="MambaForCausalLM",
-        config="MambaConfig",
-        sizes={**SPECIAL, "vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2},
-        batch=text,
-    ),
-    Row(
-        name="Mixtral",
-        model="MixtralForCausalLM",
-        config="MixtralConfig",
-        sizes={**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-        batch=text,
-    ),
+    Row("GPT-2", "GPT2", "LMHeadModel", GPT2, text),
+    Row("Llama", "Llama", "ForCausalLM", DECODER, text),
+    Row("Mistral", "Mistral", "ForCausalLM", dict(DECODER, sliding_window=6), text),
+    Row("Qwen2", "Qwen2", "ForCausalLM", DECODER, text),
+    Row("Gemma", "Gemma", "ForCausalLM", dict(DECODER, head_dim=8), text),
+    Row("BERT", "Bert", "ForMaskedLM", ENCODER, text),
+    Row("RoBERTa", "Roberta", "ForMaskedLM", ENCODER, text),
+    Row("DeBERTa-v2", "DebertaV2", "ForMaskedLM", DEBERTA, text),
+    Row("T5", "T5", "ForConditionalGeneration", T5, translation),
+    Row("BART", "Bart", "ForConditionalGeneration", BART, translation),
+    Row("ViT", "ViT", "ForImageClassification", dict(VISION, **CLASSES, **NO_DROPOUT), images),
+    Row("Swin", "Swin", "ForImageClassification", dict(SWIN, window_size=4, drop_path_rate=0.0), images),
+    Row("ConvNeXt", "ConvNext", "ForImageClassification", CONVNEXT, images),
+    Row("ResNet", "ResNet", "ForImageClassification", RESNET, images),
+    Row("CLIP", "CLIP", "Model", CLIP, captions),
+    Row("Whisper", "Whisper", "ForConditionalGeneration", WHISPER, speech),
+    Row("Mamba", "Mamba", "ForCausalLM", MAMBA, text),
+    Row("Mixtral", "Mixtral", "ForCausalLM", MIXTRAL, text),
 )
