@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 
 import pytest
 
@@ -59,19 +58,6 @@ def test_a_files_own_rows_rank_below_the_file_of_the_environment(monkeypatch, tm
     assert (policy.decide("exp").cast, policy.decide("log").cast) == ("keep", "low")
 
 
-def test_inner_overrides_win_and_leave():
-    def cast():
-        return resolve("tpu").decide("softmax.int").cast
-
-    assert cast() == "fp32"
-    with override({"softmax": "low"}):
-        assert cast() == "low"
-        with override(softmax="promote"):
-            assert cast() == "promote"
-        assert cast() == "low"
-    assert cast() == "fp32"
-
-
 def test_the_same_override_can_be_entered_inside_itself_and_by_an_exception_left():
     layer = override(softmax="low")
     with layer:
@@ -80,15 +66,6 @@ def test_the_same_override_can_be_entered_inside_itself_and_by_an_exception_left
             raise KeyError
         assert resolve("tpu").decide("softmax.int").cast == "low"
     assert resolve("tpu") is load("tpu")
-
-
-def test_an_override_is_of_its_thread():
-    seen = []
-    with override(softmax="low"):
-        thread = threading.Thread(target=lambda: seen.append(resolve("tpu").decide("softmax.int").cast))
-        thread.start()
-        thread.join()
-    assert seen == ["fp32"]
 
 
 def test_equal_layers_give_the_identical_object(monkeypatch):

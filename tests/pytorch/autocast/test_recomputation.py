@@ -180,25 +180,6 @@ def test_checkpoints_inside_of_checkpoints(device, low_of, outer):
     assert all(torch.equal(a, b) for a, b in zip(gradients, exact, strict=True))
 
 
-def test_two_regions(device):
-    """Each part has the rules of its region."""
-    block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)).to(device)
-    x = torch.rand(4, 8).to(device).requires_grad_()
-
-    def gradient(call):
-        x.grad = None
-        with autocast(device, rules=RULES):
-            y = call(block, x)
-        with autocast(device, rules=OTHER):
-            loss = call(block, y).float().square().sum()
-        loss.backward()
-        assert x.grad is not None
-        return x.grad.cpu()
-
-    exact = gradient(lambda block, x: block(x))
-    assert torch.equal(gradient(lambda block, x: checkpoint(block, x, use_reentrant=False)), exact)
-
-
 def test_a_second_pass_that_raises_restores_the_rules(device):
     fails = [False]
 
