@@ -27,49 +27,54 @@ def test_errors_can_be_caught_as_ours_and_as_pythons(error, builtin):
     assert issubclass(error, builtin)
 
 
-def test_nothing_set(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(("XLA_", "PT_HPU_", "PJRT_")):
-            monkeypatch.delenv(name)
-    assert config.policy_file() is None
-    assert config.rules() == ""
-    assert config.fallback() == "error"
-    assert config.engine() == "auto"
-    assert config.tape_limit() == 100_000
-    assert not config.eager()
-    assert config.compiler_options() == {}
-    assert config.xla_flags() == frozenset()
-    assert config.platform() is None
-    assert config.legacy_dtype_flags() == ()
+UNSET = {
+    config.policy_file: None,
+    config.rules: "",
+    config.fallback: "error",
+    config.engine: "auto",
+    config.tape_limit: 100_000,
+    config.eager: False,
+    config.huggingface: False,
+    config.debug: frozenset(),
+    config.program_memory: 1 << 30,
+    config.compiler_options: {},
+    config.xla_flags: frozenset(),
+    config.platform: None,
+    config.legacy_dtype_flags: (),
+}
+SET = [
+    ("XLA_AMP_POLICY", "~/mine.toml", config.policy_file, Path.home() / "mine.toml"),
+    ("XLA_AMP_RULES", "mm=low", config.rules, "mm=low"),
+    ("XLA_AMP_FALLBACK", " CPU ", config.fallback, "cpu"),
+    ("XLA_AMP_ENGINE", "torch_xla", config.engine, "torch_xla"),
+    ("XLA_AMP_TAPE_LIMIT", "500", config.tape_limit, 500),
+    ("XLA_AMP_DEBUG", "Sync, recompile,", config.debug, {"sync", "recompile"}),
+    ("XLA_AMP_PROGRAM_MEMORY", "64", config.program_memory, 64),
+    ("XLA_AMP_PROGRAM_MEMORY", "3k", config.program_memory, 3 << 10),
+    ("XLA_AMP_PROGRAM_MEMORY", "5MB", config.program_memory, 5 << 20),
+    ("XLA_AMP_PROGRAM_MEMORY", "2GiB", config.program_memory, 2 << 30),
+    ("XLA_AMP_EAGER", "1", config.eager, True),
+    ("XLA_AMP_HUGGINGFACE", "1", config.huggingface, True),
+    (
+        "XLA_AMP_COMPILER_OPTIONS",
+        "--xla_one=true xla_two=a,b  xla_three=",
+        config.compiler_options,
+        {"xla_one": "True", "xla_two": "a,b", "xla_three": ""},
+    ),
+    ("XLA_FLAGS", "--xla_one=true  --xla_two", config.xla_flags, {"xla_one", "xla_two"}),
+    ("XLA_USE_BF16", "1", config.legacy_dtype_flags, ("XLA_USE_BF16",)),
+    ("XLA_USE_F16", "0", config.legacy_dtype_flags, ()),
+]
 
 
 def test_values_are_read_at_call_time(monkeypatch):
-    monkeypatch.setenv("XLA_AMP_POLICY", "~/mine.toml")
-    assert config.policy_file() == Path.home() / "mine.toml"
-    monkeypatch.setenv("XLA_AMP_RULES", "mm=low")
-    assert config.rules() == "mm=low"
-    monkeypatch.setenv("XLA_AMP_FALLBACK", " CPU ")
-    assert config.fallback() == "cpu"
-    monkeypatch.setenv("XLA_AMP_ENGINE", "torch_xla")
-    assert config.engine() == "torch_xla"
-    monkeypatch.setenv("XLA_AMP_TAPE_LIMIT", "500")
-    assert config.tape_limit() == 500
-    assert config.debug() == frozenset()
-    monkeypatch.setenv("XLA_AMP_DEBUG", "Sync, recompile,")
-    assert config.debug() == {"sync", "recompile"}
-    assert config.program_memory() == 1 << 30
-    for text, size in (("64", 64), ("3k", 3 << 10), ("5MB", 5 << 20), ("2GiB", 2 << 30)):
-        monkeypatch.setenv("XLA_AMP_PROGRAM_MEMORY", text)
-        assert config.program_memory() == size
-    monkeypatch.setenv("XLA_AMP_EAGER", "1")
-    assert config.eager()
-    assert not config.huggingface()
-    monkeypatch.setenv("XLA_AMP_HUGGINGFACE", "1")
-    assert config.huggingface()
-    monkeypatch.setenv("XLA_AMP_COMPILER_OPTIONS", "--xla_one=true xla_two=a,b  xla_three=")
-    assert config.compiler_options() == {"xla_one": "True", "xla_two": "a,b", "xla_three": ""}
-    monkeypatch.setenv("XLA_FLAGS", "--xla_one=true  --xla_two")
-    assert config.xla_flags() == {"xla_one", "xla_two"}
+    for name in [name for name in os.environ if name.startswith(("XLA_", "PT_HPU_", "PJRT_"))]:
+        monkeypatch.delenv(name)
+    assert {read: read() for read in UNSET} == UNSET
+    for variable, text, read, value in SET:
+        monkeypatch.setenv(variable, text)
+        assert read() == value
+        monkeypatch.delenv(variable)
 
 
 @pytest.mark.parametrize(
@@ -120,11 +125,3 @@ def test_a_bad_value_names_the_variable_and_the_legal_ones(monkeypatch, variable
     monkeypatch.setenv(variable, value)
     with pytest.raises(errors.PolicyError, match=f"{variable}={words}"):
         read()
-
-
-def test_legacy_flags(monkeypatch):
-    monkeypatch.setenv("XLA_USE_BF16", "1")
-    monkeypatch.setenv("XLA_USE_F16", "0")
-    assert config.legacy_dtype_flags() == ("XLA_USE_BF16",)
-    monkeypatch.setenv("XLA_USE_F16", "true")
-    assert config.legacy_dtype_flags() == ("XLA_USE_BF16", "XLA_USE_F16")

@@ -11,12 +11,12 @@ import subprocess
 import sys
 import termios
 import time
+from io import StringIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import terminals
 
 from xla_amp import cli
 from xla_amp.common import progress
@@ -134,7 +134,11 @@ def test_standard_input_is_one_program(run):
 
 
 def test_bytes_are_not_for_a_terminal(run):
-    with contextlib.redirect_stdout(terminals.Terminal()) as out:
+    class Terminal(StringIO):
+        def isatty(self):
+            return True
+
+    with contextlib.redirect_stdout(Terminal()) as out:
         status, _, err = run("convert", "net.mlir", "-o", "-", "--format", "bytecode")
     assert (status, out.getvalue()) == (2, "")
     assert "-o -: bytecode is not for a terminal; use --format text" in err
