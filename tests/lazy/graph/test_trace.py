@@ -60,16 +60,6 @@ def test_only_a_cut_runs_what_was_recorded_once(device: torch.device) -> None:
     assert counts.executions == 1
 
 
-def test_a_cut_of_nothing_runs_nothing(device: torch.device) -> None:
-    with counted() as counts:
-        engine.sync()
-        x = torch.ones(3).to(device)
-        engine.sync()
-        x.t(), x[1:], x.detach(), x.view(3, 1)
-        engine.sync()
-    assert counts.executions == 0
-
-
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
 

@@ -81,23 +81,6 @@ def test_the_users_switch_builds_nothing_anew(device: torch.device) -> None:
         assert built(events) != []  # the twin: JAX reports what it builds
 
 
-def test_jitted_functions_of_the_user_stay_cached(device: torch.device) -> None:
-    traces = []
-
-    @jax.jit
-    def f(x: jax.Array) -> jax.Array:
-        traces.append(x.dtype)
-        return x * 2 + 1
-
-    f(jnp.ones(3))
-    x = torch.ones(3).to(device)
-    for _ in range(3):
-        x = x * 2
-        engine.sync()
-        assert f(jnp.ones(3)).dtype == jnp.float32
-    assert traces == [jnp.float32]
-
-
 def test_jax_random_state_and_defaults_are_left_alone(device: torch.device) -> None:
     before = {name: getattr(jax.config, name) for name in ("jax_default_prng_impl", "jax_threefry_partitionable")}
     with jax.default_prng_impl("rbg"):

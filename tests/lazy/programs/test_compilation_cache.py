@@ -86,14 +86,6 @@ def test_other_flags_are_another_folder(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("programs-*"))) == 4
 
 
-@pytest.mark.full
-def test_another_version_is_another_folder(tmp_path: Path) -> None:
-    named = {"XLA_AMP_CACHE": str(tmp_path)}
-    other = "from importlib import metadata; old = metadata.version; metadata.version = lambda name: old(name) + '.1'"
-    program = f"{other}\n{IS_NAN}"
-    assert [start(program=text, **named)["programs_loaded"] for text in (IS_NAN, program, IS_NAN)] == [0, 0, 1]
-
-
 def test_a_source_tree_that_is_not_installed_stores_programs(tmp_path: Path) -> None:
     absent = (
         "from importlib import metadata; found = metadata.version\n"
@@ -125,22 +117,6 @@ def test_an_edited_lowering_is_another_program(
             assert doubled(factor)(x).tolist() == pytest.approx([value] * 3)
         assert (counts.compilations, counts.programs_loaded) == (compiled, 1 - compiled)
         assert ("loaded a program that was compiled before" in caplog.text) == (not compiled)
-
-
-def test_an_executable_is_not_called_under_other_options(device: torch.device) -> None:
-    execute.clear_programs()
-    events: list[str] = []
-    listen = lambda event, *_, **__: events.append(event)  # noqa: E731
-    cosine(device)
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        cosine(device)
-        assert events == []
-        with jax.default_matmul_precision("highest"):
-            cosine(device)
-        assert events != []
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_a_damaged_file_is_compiled_again(device: torch.device, folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import jax
 import numpy as np
 import pytest
 import torch
@@ -148,21 +147,3 @@ def test_every_rank(as_on_tpu, rank):
     there = module.to(xla_amp.xla_device())
     close(expected, there(x.to("jax")))
     assert order(there.weight) == (*range(2, rank + 2), 1, 0)
-
-
-def test_jax_and_files_get_the_same_values(pair, tmp_path):
-    here, there = pair
-    (x,) = images(1)
-    close(here.step(x), there.step(x))
-    weight = there.model[0].weight
-    expected = here.model[0].weight.detach()
-    close(expected, torch.from_numpy(np.array(xla_amp.jax.to_jax(weight.detach()))))
-    close(expected, xla_amp.jax.from_jax(xla_amp.jax.to_jax(weight.detach())))
-    close(expected[1], weight.detach()[1])
-    torch.save(there.model.state_dict(), tmp_path / "state.pt")
-    close(expected, torch.load(tmp_path / "state.pt", map_location="cpu")["0.weight"])
-    state, call = xla_amp.jax.functional(there.model.eval())
-    y = here.model.eval()(x).detach()
-    close(y, torch.from_numpy(np.array(jax.jit(call)(state, x.numpy()))))
-    exported = xla_amp.export(there.model, x.to(there.device))
-    close(y, torch.from_numpy(np.array(exported.call()[0])))

@@ -103,16 +103,6 @@ def test_uploads_of_new_shapes_beside_new_operations(device: torch.device) -> No
     assert [instruction.id for instruction in trace.instructions.values()] == list(trace.instructions)
 
 
-def test_a_hook_reads_in_autograds_thread(device: torch.device) -> None:
-    sums: list[float] = []
-    x = torch.ones(3, device=device, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda gradient: sums.append(gradient.sum().item()))
-    y.sum().backward()
-    assert sums == [3]
-    assert x.grad.tolist() == [2, 2, 2]
-
-
 def _slow(device: torch.device) -> torch.Tensor:
     x = torch.ones(600, 600, device=device)
     for _ in range(60):

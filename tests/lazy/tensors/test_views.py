@@ -139,20 +139,6 @@ def out_variants(where: str) -> Any:
 
 
 @program
-def in_place_forms(where: str) -> Any:
-    x = numbers(2, 3, where=where)
-    x += 1
-    x *= x
-    x -= torch.ones(3).to(where)
-    x.clamp_(max=20).neg_().sub_(1, alpha=2)
-    y = numbers(4, where=where, dtype=torch.int64)
-    y.add_(3).bitwise_and_(5)
-    z = x > -5
-    z.logical_not_()
-    return x, y, z, x.relu_().t_(), x.unsqueeze_(0).squeeze_(0).transpose_(0, 1)
-
-
-@program
 def autograd_through_writes(where: str) -> Any:
     w = torch.ones(4, 4).to(where).requires_grad_()
     y = w * 2

@@ -11,7 +11,6 @@ import copy
 import inspect
 import io
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import SkipTest
@@ -54,7 +53,6 @@ KNOWN: dict[tuple[str, str], str] = {
     ("test_wrong_arguments", "nn.MaxPool2d"): "torch's meta kernel raises an IndexError for one dimension",
     ("test_wrong_arguments", "nn.MultiMarginLoss"): "torch's meta kernel raises an error in other words",
     ("test_wrong_arguments", "nn.NLLLoss"): "weights of another dtype are accepted",
-    ("test_copies", "LBFGS"): "torch's LBFGS cannot be copied, on any device",
     **{
         (test, f"nn.FractionalMaxPool{dims}d"): "has no lowering; XLA_AMP_FALLBACK=cpu computes it"
         for test in ("test_forward_and_backward", "test_inputs_with_gaps", "test_second_derivatives")
@@ -247,57 +245,6 @@ class TestModules(TestCase):
                 outputs.append((result.cpu(), x.cpu()))
             close(outputs[1], outputs[0])
 
-    @each_module(module_db)
-    def test_moves_there_and_back(self, device: str, dtype: Any, module_info: ModuleInfo, training: bool) -> None:
-        for given in inputs_of(module_info, training):
-            module = module_on_cpu(module_info, given, training)
-            before = {name: x.clone() for name, x in module.state_dict().items()}
-            names = [name for name, _ in module.named_parameters()]
-            parameters = list(module.parameters())
-            module.to(device)
-            assert all(x.device.type == "jax" for x in tensors(module.state_dict()))
-            assert all(x is y for x, y in zip(module.parameters(), parameters, strict=True))
-            module.to(device, torch.float64).to(torch.float32).cpu()
-            assert [name for name, _ in module.named_parameters()] == names
-            close(module.state_dict(), before, exact=True)
-
-    @each_module([m for m in module_db if not m.is_lazy])  # which make parameters with the first input
-    def test_is_made_on_the_device(self, device: str, dtype: Any, module_info: ModuleInfo, training: bool) -> None:
-        if any("device" in given.constructor_input.kwargs for given in inputs_of(module_info, training)):
-            self.skipTest("torch's inputs say where")
-        has = {"device", "dtype"} <= set(inspect.signature(module_info.module_cls).parameters)
-        for given in inputs_of(module_info, training):
-            args, kwargs = moved((given.constructor_input.args, given.constructor_input.kwargs), device)
-            with torch.device(device):
-                made = [module_info.module_cls(*args, **kwargs)]
-            if has:
-                made.append(module_info.module_cls(*args, **kwargs, device=device))
-                skeleton = module_info.module_cls(*args, **{**kwargs, "device": "meta"})
-                made.append(skeleton.to_empty(device=device))
-            for module in made:
-                found = [x for x in tensors(list(module.parameters())) if isinstance(x, nn.Parameter)]
-                assert all(x.device.type == "jax" for x in found)
-                repr(module)
-
-    @each_module(module_db)
-    def test_is_saved_and_loaded(self, device: str, dtype: Any, module_info: ModuleInfo, training: bool) -> None:
-        for given in inputs_of(module_info, training):
-            module = module_on_cpu(module_info, given, training)
-            there = copy.deepcopy(module).to(device)
-            with torch.no_grad():
-                for parameter in there.parameters():
-                    parameter.add_(0.5)
-            values = {name: x.cpu() for name, x in there.state_dict().items()}
-            file = io.BytesIO()
-            torch.save(there.state_dict(), file)
-            for where, target in (("cpu", module), (device, there)):
-                file.seek(0)
-                target.load_state_dict(torch.load(file, map_location=where))
-                close({n: x.cpu() for n, x in target.state_dict().items()}, values, exact=True)
-            for copied in (copy.deepcopy(there), pickle.loads(pickle.dumps(there))):
-                assert all(x.device.type == "jax" for x in copied.state_dict().values() if isinstance(x, torch.Tensor))
-                close({n: x.cpu() for n, x in copied.state_dict().items()}, values, exact=True)
-
     @each_module([m for m in module_db if m.module_error_inputs_func is not None])
     def test_wrong_arguments(self, device: str, dtype: Any, module_info: ModuleInfo, training: bool) -> None:
         wrong = module_info.module_error_inputs_func(
@@ -342,16 +289,6 @@ class TestOptimizers(TestCase):
                 second.step()
                 close(second.values(), first.values(), exact=exact)
 
-    @each_optimizer(optim_db)
-    def test_copies(self, device: str, dtype: Any, optim_info: OptimizerInfo) -> None:
-        for options in sets_of_options(optim_info):
-            first = Training(optim_info, options, device)
-            first.step()
-            for second in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
-                second.step()
-            first.step()
-            close(second.values(), first.values(), exact=True)
-
     @each_optimizer([o for o in optim_db if "foreach" in o.supported_impls])
     def test_foreach_is_the_loop(self, device: str, dtype: Any, optim_info: OptimizerInfo) -> None:
         for options in sets_of_options(optim_info):
@@ -378,42 +315,7 @@ class TestOptimizers(TestCase):
             assert seen[1][1] == seen[0][1]
 
 
-class TestMixedPrecision(TestCase):
-    """What any device owes torch.autocast and torch.amp.GradScaler."""
-
-    def test_decorated_functions(self, device: str) -> None:
-        kind = torch.device(device).type
-
-        @torch.autocast(kind, dtype=torch.bfloat16)
-        def product(x: torch.Tensor) -> torch.Tensor:
-            return x @ x
-
-        class Product(torch.autograd.Function):
-            @staticmethod
-            @torch.amp.custom_fwd(device_type=kind, cast_inputs=torch.float32)
-            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-                assert not torch.is_autocast_enabled(kind)
-                ctx.save_for_backward(x)
-                return x @ x
-
-            @staticmethod
-            @torch.amp.custom_bwd(device_type=kind)
-            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-                (x,) = ctx.saved_tensors
-                return grad @ x.t() + x.t() @ grad
-
-        x = torch.randn(4, 4, device=device, requires_grad=True)
-        assert product(x).dtype is torch.bfloat16
-        with torch.autocast(kind, dtype=torch.bfloat16):
-            result = Product.apply(x)
-        assert result.dtype is torch.float32
-        result.sum().backward()
-        y = x.detach().cpu().requires_grad_()
-        (y @ y).sum().backward()
-        close(x.grad.cpu(), y.grad)
-
-
-for case in (TestModules, TestOptimizers, TestMixedPrecision):
+for case in (TestModules, TestOptimizers):
     instantiate_device_type_tests(case, globals())
 
 

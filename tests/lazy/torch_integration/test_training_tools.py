@@ -10,7 +10,6 @@ import torch
 from harness import assert_same
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
-from torch.optim import swa_utils
 
 from xla_amp.testing import counts as counted
 
@@ -34,22 +33,6 @@ def inputs(where: str) -> torch.Tensor:
     return torch.linspace(-1, 1, 12).view(4, 3).to(where)
 
 
-def steps(
-    model: nn.Module, where: str, count: int, after: Callable[[], Any] = lambda: None, batch: torch.Tensor | None = None
-) -> list[torch.Tensor]:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    x = inputs(where) if batch is None else batch
-    losses = []
-    for _ in range(count):
-        optimizer.zero_grad()
-        loss = model(x).pow(2).sum()
-        loss.backward()
-        optimizer.step()
-        after()
-        losses.append(loss.detach())
-    return losses
-
-
 @program
 def clipped_gradients(where: str) -> Any:
     model = network().to(where)
@@ -62,17 +45,6 @@ def clipped_gradients(where: str) -> Any:
         norms.append(model[0].weight.grad.clone())
     clip_grad_value_(model.parameters(), 0.01)
     return norms, [p.grad for p in model.parameters()]
-
-
-@program
-def averages_of_weights(where: str) -> Any:
-    model = network().to(where)
-    plain = swa_utils.AveragedModel(model)
-    moving = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
-    one_by_one = swa_utils.AveragedModel(model, avg_fn=swa_utils.get_ema_avg_fn(0.5))
-    averages = (plain, moving, one_by_one)
-    losses = steps(model, where, 4, lambda: [average.update_parameters(model) for average in averages])
-    return losses, [list(average.module.parameters()) for average in averages], [a.n_averaged for a in averages]
 
 
 @program
