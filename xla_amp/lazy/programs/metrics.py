@@ -2,29 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, get_type_hints
 
 from xla_amp.lazy.programs import recompile_reasons
-
-COUNTERS: dict[str, str] = {
-    "executions": "executables run",
-    "compilations": "executables built",
-    "programs_loaded": "executables read from the disk instead",
-    "host_syncs": "times that Python waited for the device",
-    "host_values": "values that the host worked out from what was uploaded, without waiting",
-    "device_to_host": "transfers of a value to the host",
-    "host_to_device": "uploads of a tensor to the device",
-    "operations": "operations inside the executables run",
-    "fallbacks": "operations run on the CPU for want of a lowering",
-    "programs_dropped": "executables dropped to stay within XLA_AMP_PROGRAM_MEMORY",
-}
-"""Counter -> description."""
-
-LEVELS: dict[str, str] = {
-    "programs_kept": "executables kept now",
-    "program_bytes": "bytes that they take, as estimated",
-}
-"""What is counted as it is now, which `reset` leaves alone -> description."""
 
 
 class Metrics:
@@ -34,20 +14,18 @@ class Metrics:
     ['compilations', 'device_to_host', 'executions']
     """
 
-    __slots__ = (*COUNTERS, *LEVELS)
-
-    executions: int
-    compilations: int
-    programs_loaded: int
-    host_syncs: int
-    host_values: int
-    device_to_host: int
-    host_to_device: int
-    operations: int
-    fallbacks: int
-    programs_dropped: int
-    programs_kept: int
-    program_bytes: int
+    executions: Annotated[int, "executables run"]
+    compilations: Annotated[int, "executables built"]
+    programs_loaded: Annotated[int, "executables read from the disk instead"]
+    host_syncs: Annotated[int, "times that Python waited for the device"]
+    host_values: Annotated[int, "values that the host worked out from what was uploaded, without waiting"]
+    device_to_host: Annotated[int, "transfers of a value to the host"]
+    host_to_device: Annotated[int, "uploads of a tensor to the device"]
+    operations: Annotated[int, "operations inside the executables run"]
+    fallbacks: Annotated[int, "operations run on the CPU for want of a lowering"]
+    programs_dropped: Annotated[int, "executables dropped to stay within XLA_AMP_PROGRAM_MEMORY"]
+    programs_kept: Annotated[int, "executables kept now"]
+    program_bytes: Annotated[int, "bytes that they take, as estimated"]
 
     def __init__(self) -> None:
         self.programs_kept = self.program_bytes = 0
@@ -55,24 +33,23 @@ class Metrics:
 
     def __call__(self) -> dict[str, int]:
         """All counters by name."""
-        return {name: getattr(self, name) for name in (*COUNTERS, *LEVELS)}
+        return {name: getattr(self, name) for name in _DESCRIPTIONS}
 
     def reset(self) -> None:
-        """Sets every counter to zero."""
-        for name in COUNTERS:
-            setattr(self, name, 0)
+        """Sets every counter to zero, except for what is counted as it is now: the programs kept, and their bytes."""
+        vars(self).update(dict.fromkeys(_DESCRIPTIONS.keys() - {"programs_kept", "program_bytes"}, 0))
         recompile_reasons.reset()
 
     def report(self) -> str:
         """The counters as an aligned text table; below it, compilations and host syncs by line of the program."""
-        counts: dict[str, Any] = self()
+        counts = self()
         width = max(len(f"{count:,}") for count in counts.values())
         name_width = max(map(len, counts))
-        rows = (COUNTERS | LEVELS).items()
         return (
-            "\n".join(f"{name:<{name_width}}  {counts[name]:>{width},}  {what}" for name, what in rows)
+            "\n".join(f"{name:<{name_width}}  {counts[name]:>{width},}  {what}" for name, what in _DESCRIPTIONS.items())
             + recompile_reasons.report()
         )
 
 
+_DESCRIPTIONS = {name: hint.__metadata__[0] for name, hint in get_type_hints(Metrics, include_extras=True).items()}
 metrics = Metrics()
