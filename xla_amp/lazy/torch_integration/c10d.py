@@ -84,7 +84,7 @@ def _reduction(call: str, operation: Any) -> tuple[str, bool]:
     return _REDUCTIONS[name], name == "AVG"
 
 
-def _reduce(tensors: list[torch.Tensor], group: Any, operation: Any) -> None:
+def _all_reduce_coalesced(tensors: list[torch.Tensor], group: Any, operation: Any, *_: Any) -> None:
     kind, average = _reduction("all_reduce", operation)
 
     def reduce(members: _Members) -> None:
@@ -95,32 +95,25 @@ def _reduce(tensors: list[torch.Tensor], group: Any, operation: Any) -> None:
     _exchange("all_reduce", group, reduce)
 
 
-def _all_reduce(tensors: list[torch.Tensor], group: Any, operation: Any, sparse_indices: Any, *rest: Any) -> Any:
+def _all_reduce(tensors: list[torch.Tensor], group: Any, operation: Any, sparse_indices: Any, *_: Any) -> None:
     if sparse_indices is not None or any(tensor.is_sparse for tensor in tensors):
         raise DeviceError(
             "torch.distributed.all_reduce: sparse tensors are not reduced on the lazy XLA device; leave "
             "DistributedDataParallel out, call xla_model.broadcast_master_param(model) once and "
             "xla_model.reduce_gradients(optimizer) before each step, or use sparse=False"
         )
-    _reduce(tensors, group, operation)
-    return tensors, private_api.finished_work(tensors)
+    _all_reduce_coalesced(tensors, group, operation)
 
 
-def _all_reduce_coalesced(tensors: list[torch.Tensor], group: Any, operation: Any, *rest: Any) -> Any:
-    _reduce(tensors, group, operation)
-    return private_api.finished_work(tensors)
-
-
-def _broadcast(tensors: list[torch.Tensor], group: Any, root: int, *rest: Any) -> Any:
+def _broadcast(tensors: list[torch.Tensor], group: Any, root: int, *_: Any) -> None:
     def send(members: _Members) -> None:
         roots = tuple(ranks[root] for ranks in members.groups or [members.ranks])
         _write(tensors, _results("collective_broadcast", members, tensors, root=roots))
 
     _exchange("broadcast", group, send)
-    return tensors, private_api.finished_work(tensors)
 
 
-def _gather(targets: list[list[torch.Tensor]], tensors: list[torch.Tensor], group: Any) -> None:
+def _all_gather(targets: list[list[torch.Tensor]], tensors: list[torch.Tensor], group: Any, *_: Any) -> None:
     """Of each tensor those of all processes: to a list of tensors each, or to one that has them behind each other."""
 
     def gather(members: _Members) -> None:
@@ -131,26 +124,12 @@ def _gather(targets: list[list[torch.Tensor]], tensors: list[torch.Tensor], grou
     _exchange("all_gather", group, gather)
 
 
-def _all_gather(targets: list[list[torch.Tensor]], tensors: list[torch.Tensor], group: Any, *rest: Any) -> Any:
-    _gather(targets, tensors, group)
-    return targets, private_api.finished_work(targets)
+def _all_gather_base_coalesced(targets: list[torch.Tensor], tensors: list[torch.Tensor], group: Any, *_: Any) -> None:
+    _all_gather([[target] for target in targets], tensors, group)
 
 
-def _all_gather_coalesced(
-    targets: list[list[torch.Tensor]], tensors: list[torch.Tensor], group: Any, *rest: Any
-) -> Any:
-    _gather(targets, tensors, group)
-    return private_api.finished_work(targets)
-
-
-def _all_gather_base(target: torch.Tensor, tensor: torch.Tensor, group: Any, *rest: Any) -> Any:
-    _gather([[target]], [tensor], group)
-    return target, private_api.finished_work([target])
-
-
-def _all_gather_base_coalesced(targets: list[torch.Tensor], tensors: list[torch.Tensor], group: Any, *rest: Any) -> Any:
-    _gather([[target] for target in targets], tensors, group)
-    return private_api.finished_work(targets)
+def _all_gather_base(target: torch.Tensor, tensor: torch.Tensor, group: Any, *_: Any) -> None:
+    _all_gather([[target]], [tensor], group)
 
 
 def _scatter(targets: list[torch.Tensor], wholes: Callable[[], list[torch.Tensor]], group: Any, operation: Any) -> None:
@@ -182,38 +161,33 @@ def _stacked(call: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _reduce_scatter(
-    targets: list[torch.Tensor], lists: list[list[torch.Tensor]], group: Any, operation: Any, *rest: Any
-) -> Any:
+    targets: list[torch.Tensor], lists: list[list[torch.Tensor]], group: Any, operation: Any, *_: Any
+) -> None:
     _scatter(targets, lambda: [_stacked("reduce_scatter", each) for each in lists], group, operation)
-    return targets, private_api.finished_work(targets)
-
-
-def _reduce_scatter_base(target: torch.Tensor, whole: torch.Tensor, group: Any, operation: Any, *rest: Any) -> Any:
-    count = private_api.process_group(group).size()
-    _scatter([target], lambda: [_rows("reduce_scatter_tensor", whole, count)], group, operation)
-    return target, private_api.finished_work([target])
 
 
 def _reduce_scatter_base_coalesced(
-    targets: list[torch.Tensor], wholes: list[torch.Tensor], group: Any, operation: Any, *rest: Any
-) -> Any:
+    targets: list[torch.Tensor], wholes: list[torch.Tensor], group: Any, operation: Any, *_: Any
+) -> None:
     count = private_api.process_group(group).size()
     _scatter(targets, lambda: [_rows("reduce_scatter_tensor", whole, count) for whole in wholes], group, operation)
-    return private_api.finished_work(targets)
 
 
-def _all_to_all(targets: list[torch.Tensor], tensors: list[torch.Tensor], group: Any, *rest: Any) -> Any:
+def _reduce_scatter_base(target: torch.Tensor, whole: torch.Tensor, group: Any, operation: Any, *_: Any) -> None:
+    _reduce_scatter_base_coalesced([target], [whole], group, operation)
+
+
+def _all_to_all(targets: list[torch.Tensor], tensors: list[torch.Tensor], group: Any, *_: Any) -> None:
     def send(members: _Members) -> None:
         [received] = _results("all_to_all", members, [_stacked("all_to_all", tensors)])
         _write(targets, list(received.unbind()))
 
     _exchange("all_to_all", group, send)
-    return targets, private_api.finished_work(targets)
 
 
 def _all_to_all_base(
     target: torch.Tensor, tensor: torch.Tensor, group: Any, output_splits: list[int], input_splits: list[int], *_: Any
-) -> Any:
+) -> None:
     if len({*output_splits, *input_splits}) > 1:
         raise DeviceError(
             f"torch.distributed.all_to_all_single: expected parts of one size on the lazy XLA device, got splits "
@@ -225,24 +199,33 @@ def _all_to_all_base(
         _write([target], _results("all_to_all", members, [rows]))
 
     _exchange("all_to_all_single", group, send)
-    return private_api.finished_work([target])
 
 
-def _barrier(tensor: torch.Tensor, group: Any, *rest: Any) -> Any:
+def _barrier(tensor: torch.Tensor, group: Any, *_: Any) -> None:
     def meet(members: _Members) -> None:
         if members.size > 1:
             processes.rendezvous("torch.distributed.barrier", replicas=members.ranks)
 
     _exchange("barrier", group, meet)
-    return private_api.finished_work()
 
 
-KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+def _kernel(name: str, exchange: Callable[..., None]) -> Callable[..., Any]:
+    work_only = name in ("alltoall_base_", "barrier") or name.endswith("coalesced_")
+
+    def kernel(targets: Any, *args: Any) -> Any:
+        exchange(targets, *args)
+        work = private_api.finished_work([targets] if isinstance(targets, torch.Tensor) else targets)
+        return work if work_only else (targets, work)
+
+    return kernel
+
+
+_EXCHANGES: Mapping[str, Callable[..., None]] = MappingProxyType(
     {
         "_allgather_base_": _all_gather_base,
         "_reduce_scatter_base_": _reduce_scatter_base,
         "allgather_": _all_gather,
-        "allgather_coalesced_": _all_gather_coalesced,
+        "allgather_coalesced_": _all_gather,
         "allgather_into_tensor_coalesced_": _all_gather_base_coalesced,
         "allreduce_": _all_reduce,
         "allreduce_coalesced_": _all_reduce_coalesced,
@@ -252,6 +235,11 @@ KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "broadcast_": _broadcast,
         "reduce_scatter_": _reduce_scatter,
         "reduce_scatter_tensor_coalesced_": _reduce_scatter_base_coalesced,
+    }
+)
+KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        **{name: _kernel(name, exchange) for name, exchange in _EXCHANGES.items()},
         **{name: _refuse(name, instead) for name, instead in INSTEAD.items()},
     }
 )
