@@ -19,7 +19,6 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.tape import Tape
 from xla_amp.lazy.graph.trace import Instruction, Spec, rounding_cast
 from xla_amp.lazy.programs import memory_layout, mesh, pjrt, weight_gradients
-from xla_amp.lazy.programs.memory_layout import InputFormat
 from xla_amp.lowering.operand import Deferred, materialize
 
 
@@ -69,8 +68,8 @@ class XlaProgram:
     """Arguments of `jitted`, as `jax.ShapeDtypeStruct`."""
     instructions: dict[int, Instruction]
     """The key's instructions by id, so that they live as long as the program (`trace.forget_unused`)."""
-    input_formats: tuple[InputFormat, ...] = ()
-    """Inputs of `jitted` that need another memory layout than JAX's default."""
+    input_formats: dict[int, Any] = dataclasses.field(default_factory=dict)
+    """Parameter -> its `jax.experimental.layout.Format`, where that is another one than JAX's default."""
     context: Context
     """What its operations know of the program."""
     is_ready: bool = False
@@ -144,11 +143,10 @@ def build(
     )
     position = {number: index for index, number in enumerate(computed)}
     kept = tuple(sorted(set(range(len(parameter_specs))).difference(donated)))
-    wide = frozenset[int]()
-    if any(layout.num_devices > 1 for layout in key.shardings.parameters):
-        # XLA puts the sum over devices right after the product, in the dtype of its result.
-        wide = weight_gradients.find(tape)
-    once = weight_gradients.joined_once(tape) if platform == "gpu" else frozenset[int]()
+    gradients, joined = weight_gradients.find(tape)
+    # XLA puts the sum over devices right after the product, in the dtype of its result.
+    wide = gradients if any(layout.num_devices > 1 for layout in key.shardings.parameters) else frozenset[int]()
+    once = joined if platform == "gpu" else frozenset[int]()
     context = Context(platform, mesh.AXIS if mesh.replicas else None)
     options: dict[str, Any] = {}
     if key.shardings.parameters:
@@ -176,18 +174,13 @@ def build(
     chosen = pjrt.compiler_options(platform)
     # Over several devices XLA chooses the layouts.
     orders = {} if options or mesh.replicas else memory_layout.orders(tape, platform)
-    input_formats: list[InputFormat] = []
+    input_formats: dict[int, Any] = {}
     if orders:
         given = list(memory_layout.shardings(parameter_specs, orders))
         taken, others = ([given[index] for index in part] for part in (donated, kept))
         options["in_shardings"] = taken, others, None, None
         options["out_shardings"] = list(memory_layout.shardings((specs[number] for number in computed), orders))
-        positions = enumerate((*donated, *kept))
-        input_formats = [
-            InputFormat(parameter, position, given[parameter])
-            for position, parameter in positions
-            if parameter_specs[parameter] in orders
-        ]
+        input_formats = {index: given[index] for index, spec in enumerate(parameter_specs) if spec in orders}
     jitted = nested
     if chosen or orders:
         jitted = jax.jit(step, donate_argnums=0, compiler_options=chosen or None, **options)
@@ -207,7 +200,7 @@ def build(
             jax.ShapeDtypeStruct((numbers[1] + 2 * streams,), np.int64),
         ),
         instructions=instructions,
-        input_formats=tuple(input_formats),
+        input_formats=input_formats,
     )
     alive.add(program)
     return program
@@ -221,12 +214,10 @@ def replicated(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _pair(spent: Sequence[int], parameter_specs: Sequence[Spec], outputs: Sequence[Spec | None]) -> list[int]:
     """The spent parameters that have an output of the same spec: JAX warns about any other donation."""
-    room: dict[Spec | None, int] = {}
-    for output in outputs:
-        room[output] = room.get(output, 0) + 1
+    room = Counter(outputs)
     donated = []
     for index in spent:
-        if room.get(parameter_specs[index], 0) > 0:
+        if room[parameter_specs[index]] > 0:
             room[parameter_specs[index]] -= 1
             donated.append(index)
     return donated

@@ -288,7 +288,7 @@ def _launch(run: Run) -> list[Any]:
         counts = reference_counts(run.arrays)
         for index in [index for index in program.donated if counts[index] != ALONE + 1]:
             run.arrays[index] = memory_layout.copy(run.arrays[index])
-    for parameter, _, order in program.input_formats:
+    for parameter, order in program.input_formats.items():
         run.arrays[parameter] = memory_layout.put(run.arrays[parameter], order)
         run.parameters[parameter].store(run.arrays[parameter])
     try:
@@ -335,7 +335,7 @@ def _commit(run: Run, outputs: list[Any]) -> None:
     add_pending(functools.partial(_values_of, list(map(weakref.ref, run.targets))))
     _forget(run)
     if run.is_new:
-        if not pjrt.counts_memory():
+        if pjrt.platform() == "cpu":  # which keeps no statistics of its memory
             pjrt.live_bytes()
         program_cache.add(_programs, key, program)
         recompile_reasons.compiled(program)

@@ -8,7 +8,7 @@ preferred layout; an array in another layout is copied once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental.layout import Format, Layout
@@ -17,15 +17,6 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.tape import Tape
 from xla_amp.lazy.graph.trace import Numbers, Spec
 from xla_amp.lazy.programs import pjrt
-
-
-class InputFormat(NamedTuple):
-    """An input of a program with another layout than the default."""
-
-    parameter: int
-    position: int
-    """Among the inputs of the call, donated ones first."""
-    format: Format
 
 
 def orders(tape: Tape, platform: str) -> dict[Spec, Numbers]:

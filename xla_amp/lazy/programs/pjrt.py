@@ -56,12 +56,6 @@ def reset_peak() -> None:
 
 
 @functools.cache
-def counts_memory() -> bool:
-    """Whether the platform keeps memory statistics."""
-    return bool(jax_device().memory_stats())
-
-
-@functools.cache
 def platform() -> str:
     """``"cpu"``, ``"gpu"`` or ``"tpu"``."""
     name: str = jax_device().platform

@@ -39,29 +39,12 @@ _JOINS: Final = frozenset({"cat", "stack"})
 """Operations that XLA:GPU repeats in each product that reads their result."""
 
 
-def joined_once(tape: Tape) -> frozenset[int]:
-    """Results of `_JOINS` that several products read: the gradient of a layer whose result is split."""
-    origin: list[int] = []
-    readers: Counter[int] = Counter()
-    joined: set[int] = set()
-    for node in tape:
-        name = node.instruction.name
-        if name in _PRODUCTS:
-            readers.update({origin[operand] for operand in node.inputs[-2:]})
-        elif name == _LINEAR_BACKWARD:  # its products read the gradient of the layer's result
-            readers[origin[node.inputs[1]]] += 2
-        if name in _JOINS:
-            joined.add(node.first)
-        same = name in _SAME_VALUE and len(node.inputs) == 1
-        origin += [origin[node.inputs[0]] if same else result for result in node.results]
-    return frozenset(result for result in joined if readers[result] > 1)
-
-
-def find(tape: Tape) -> frozenset[int]:
-    """Numbers of the first results of operations that give weights their gradients.
+def find(tape: Tape) -> tuple[frozenset[int], frozenset[int]]:
+    """Numbers of the first results of operations that give weights their gradients; and results to compute once.
 
     A gradient with regard to an input of the program that is no weight counts as well; that of a value which is
-    computed from a weight (``weight_norm``) does not, except in `_OF_LAYERS`.
+    computed from a weight (``weight_norm``) does not, except in `_OF_LAYERS`.  The second are results of `_JOINS` that
+    several products read: the gradient of a layer whose result is split.
     """
     origin: list[int] = []
     """Value -> the value that it is another form of."""
@@ -72,6 +55,8 @@ def find(tape: Tape) -> frozenset[int]:
     found: set[int] = set()
     products: list[tuple[int, int]] = []
     """(result, factor whose other factor is computed)."""
+    readers: Counter[int] = Counter()
+    joined: set[int] = set()
     for node in tape:
         first, instruction, operands = node.first, node.instruction, node.inputs
         name = instruction.name
@@ -79,17 +64,22 @@ def find(tape: Tape) -> frozenset[int]:
             inputs.add(first)
         elif name in _OF_LAYERS:
             found.add(first)
+            if name == _LINEAR_BACKWARD:  # its products read the gradient of the layer's result
+                readers[origin[operands[1]]] += 2
         elif name in _SUMS:
             results = {out.size for out in instruction.outs if out is not None}
             if any(sizes[number] in results for number in inputs):
                 found.add(first)
         elif name in _PRODUCTS:
             factors = [origin[operand] for operand in operands[-2:]]
+            readers.update(set(factors))
             for value, other in (factors, factors[::-1]):
                 if other in inputs:
                     partners.setdefault(value, []).append(other)
                 elif name in _GRADIENTS:
                     products.append((first, value))
+        elif name in _JOINS:
+            joined.add(first)
         same = name in _SAME_VALUE and len(operands) == 1
         origin += [origin[operands[0]] if same else result for result in node.results]
     found.update(
@@ -97,4 +87,4 @@ def find(tape: Tape) -> frozenset[int]:
         for result, factor in products
         if any(sizes[weight] == sizes[result] for weight in partners.get(factor, ()))
     )
-    return frozenset(found)
+    return frozenset(found), frozenset(result for result in joined if readers[result] > 1)

@@ -67,7 +67,7 @@ def reset_peak() -> None:
     Raises:
         DeviceError: the platform counts itself.
     """
-    if pjrt.counts_memory():
+    if pjrt.jax_device().memory_stats():
         refuse_reset()
     pjrt.reset_peak()
 
