@@ -50,7 +50,7 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options:
             part.recompile()
 
     def run(*arguments: Any) -> Any:
-        step_marker.graph_begins(graph)
+        step_marker.before_forward(graph)
         return graph.forward(*arguments)
 
     return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -99,7 +99,8 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
     base.require_lazy("export()")
     arguments.require_function("export(step)", step, "a module or a function of a step")
     execute.sync(wait=True)
-    named = dict(_named_arguments(step, args, kwargs))
+    given = dict(_named_arguments(step, args, kwargs))
+    named = dict(given)
     for name, tensor in _named_state(step):
         named.setdefault(name, tensor)
     names: dict[int, str] = {}
@@ -108,6 +109,7 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
         buffer = tensor_io.buffer_of(tensor)
         names.setdefault(id(buffer), name if tensor_io.is_whole(tensor) else f"storage of {name}")
         holders.append(buffer)
+    first = list(dict.fromkeys(names[id(tensor_io.buffer_of(tensor))] for tensor in given.values()))
     locations = Locations()
     with observed(lambda parameter, _: np.array(parameter.array)) as runs:
         with locations:
@@ -119,8 +121,7 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
         for path, leaf in trees.tree_flatten_with_path(result)[0]
         if _is_lazy(leaf)
     ]
-    given = [names[id(tensor_io.buffer_of(tensor))] for tensor in _tensors((args, kwargs))]
-    return _assemble(run, locations, names, list(dict.fromkeys(given)), returned)
+    return _assemble(run, locations, names, first, returned)
 
 
 def _only(runs: list[execute.Run]) -> execute.Run:
@@ -143,7 +144,8 @@ def _assemble(
     label = {i: names.get(id(parameter)) for i, parameter in enumerate(run.parameters)}
     for index in (parameters[id(run.targets[each])] for each in changed):
         label[index] = label[index] or f"value {index}"
-    order = sorted((i for i in label if label[i] is not None), key=lambda i: _rank(label[i], arguments))
+    ranks = {name: rank for rank, name in enumerate(arguments)}
+    order = sorted((i for i in label if label[i] is not None), key=lambda i: ranks.get(str(label[i]), len(ranks)))
     inputs = tuple(_value(str(label[i]), run.inputs[i]) for i in order)
     given = [(name, tensor, tensor_io.buffer_of(tensor)) for name, tensor in returned]
     function = function_of(run, [run.parameters[i] for i in order], locations.of(run.key.code))
@@ -173,10 +175,6 @@ def _assemble(
     return Exported(inputs=inputs, outputs=outputs, exported=exported)
 
 
-def _rank(name: str | None, arguments: list[str]) -> int:
-    return arguments.index(name) if name in arguments else len(arguments)
-
-
 def _value(name: str, initial: np.ndarray[Any, Any]) -> ExportedValue:
     return ExportedValue(name=name, shape=initial.shape, dtype=initial.dtype.name, initial=initial)
 
@@ -186,10 +184,6 @@ def _value(name: str, initial: np.ndarray[Any, Any]) -> ExportedValue:
 
 def _is_lazy(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == tensor_io.DEVICE_TYPE
-
-
-def _tensors(tree: Any) -> Sequence[torch.Tensor]:
-    return [leaf for leaf in trees.tree_leaves(tree) if _is_lazy(leaf)]
 
 
 def _named_arguments(step: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:

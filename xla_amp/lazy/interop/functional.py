@@ -164,9 +164,9 @@ class _ModuleCall:
         count = len(outputs) + len(state)
         pullback = _BackwardFunction(
             backward,
-            roots=tuple(i for i, x in enumerate(outputs) if x.requires_grad),
-            dtypes=tuple(TO_NUMPY[x.dtype] for x in roots),
-            found=tuple(gradient is not None for gradient in gradients),
+            tuple(i for i, x in enumerate(outputs) if x.requires_grad),
+            tuple(TO_NUMPY[x.dtype] for x in roots),
+            tuple(gradient is not None for gradient in gradients),
         )
         saved = jax.tree_util.Partial(pullback, outs[count:])
         values = _narrow(outs[:count])
@@ -221,16 +221,14 @@ _TENSOR = object()
 """Marks a tensor in what a module returned."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _BackwardFunction:
     """The backward part, and how JAX's cotangents map to its inputs; equal to others of the same trace."""
 
-    def __init__(
-        self, function: Function, roots: tuple[int, ...], dtypes: tuple[Any, ...], found: tuple[bool, ...]
-    ) -> None:
-        self._function = function
-        self._roots = roots
-        self._dtypes = dtypes
-        self._found = found
+    _function: Function
+    _roots: tuple[int, ...]
+    _dtypes: tuple[Any, ...]
+    _found: tuple[bool, ...]
 
     def __call__(self, saved: Sequence[Any], cotangents: Sequence[Any], words: Any) -> list[Any]:
         """Gradients, None for those that are zero."""

@@ -237,14 +237,7 @@ def _evaluator(closed: Any, arrays: int) -> Callable[..., Sequence[Any]]:
 def _instruction(
     name: str, function: Callable[..., Sequence[Any]], results: Sequence[Any], inputs: int, floats: int = 0
 ) -> Instruction:
-    """An instruction that runs a JAX function.
-
-    Args:
-        name: for errors.
-        function: ``function(arrays, numbers)``, called when a program is built; gives one array per result.
-        results: a `jax.ShapeDtypeStruct` for each result.
-        inputs: how many tensors it takes.
-        floats: how many Python numbers it takes as data, each a 0-d float64.
+    """An instruction that runs ``function(arrays, numbers)``, whose results have the dtypes and shapes of `results`.
 
     Raises:
         UnsupportedDtypeError: torch has no counterpart of a result's dtype.

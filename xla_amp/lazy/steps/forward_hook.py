@@ -16,7 +16,7 @@ def forward_begins(module: torch.nn.Module, /) -> None:
 
 
 def before_forward(module: torch.nn.Module, inputs: Any) -> None:
-    """The hook.  Graphs of Dynamo call `step_marker.graph_begins`."""
+    """The hook.  Graphs of Dynamo call `step_marker.before_forward`."""
     if not torch.compiler.is_dynamo_compiling():
         for listener in forward_begins.listeners:
             listener(module)

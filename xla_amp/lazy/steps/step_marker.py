@@ -90,7 +90,7 @@ def install() -> None:
     """Registers PyTorch's global hooks."""
     optim.register_optimizer_step_pre_hook(_before_step)
     optim.register_optimizer_step_post_hook(_after_step)
-    forward_hook.forward_begins.subscribe(_before_forward)
+    forward_hook.forward_begins.subscribe(before_forward)
     execute.program_ran.subscribe(_await_forward)
     forks.in_child.subscribe(_forget)
     _await_forward()
@@ -225,18 +225,12 @@ def _install_hook() -> None:
         _step.hook = nn_module.register_module_forward_pre_hook(forward_hook.before_forward)
 
 
-def _before_forward(module: torch.nn.Module) -> None:
+def before_forward(module: torch.nn.Module) -> None:
+    """Marks the forward pass of a module, or of a compiled graph, which may be the first one of a step."""
     if _step.awaited or _step.repeats:
         with trace.lock:
             trains = getattr(module, "training", False)  # a frozen module of TorchScript does not have it
             _forward_begins(module, trains and torch.is_grad_enabled())
-
-
-def graph_begins(graph: torch.nn.Module) -> None:
-    """Marks the forward pass of a compiled graph, which may be the first one of a step."""
-    if _step.awaited or _step.repeats:
-        with trace.lock:
-            _forward_begins(graph, torch.is_grad_enabled())
 
 
 def _forward_begins(module: torch.nn.Module, trains: bool) -> None:
