@@ -35,7 +35,7 @@ from xla_amp.lazy.torch_integration import (
     device_guard,
     forks,
     generator,
-    loaded_counts,
+    loading,
     torch_parallel,
 )
 
@@ -150,7 +150,7 @@ def _replace_safe_open() -> None:
         return
     import safetensors
 
-    opening = functools.partial(loaded_counts.safe_open, safetensors.safe_open)
+    opening = functools.partial(loading.safe_open, safetensors.safe_open)
     for name in ("safetensors", "safetensors.torch"):
         if name in sys.modules:
             sys.modules[name].safe_open = opening  # type: ignore[attr-defined]
@@ -379,8 +379,8 @@ PATCHES = (
     PatchGroup(
         names=("torch.optim.Optimizer.load_state_dict",),
         reason="Step counts that torch.load(map_location='jax') has put on the device would stay there, and each later "
-        "step would read them, one by one. Only this method knows that state was loaded_counts.",
-        replace=loaded_counts.load_state_dict,
+        "step would read them, one by one. Only this method knows that state was loaded.",
+        replace=loading.load_state_dict,
     ),
     PatchGroup(
         names=("torch.utils.data.DataLoader.__iter__",),
