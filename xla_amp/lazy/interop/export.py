@@ -115,17 +115,6 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
         with locations:
             result = step(*args, **kwargs)
         execute.sync()
-    run = _only(runs)
-    returned = [
-        ("output" + trees.keystr(path), leaf)
-        for path, leaf in trees.tree_flatten_with_path(result)[0]
-        if _is_lazy(leaf)
-    ]
-    return _assemble(run, locations, names, first, returned)
-
-
-def _only(runs: list[execute.Run]) -> execute.Run:
-    """The one program that ran."""
     if not runs:
         raise CaptureError("export(): the call recorded nothing on the lazy device; are its tensors there?")
     if len(runs) > 1:
@@ -133,7 +122,12 @@ def _only(runs: list[execute.Run]) -> execute.Run:
             f"export(): the call ran {len(runs)} programs; expected one. The first ended at {runs[0].where}. "
             "Take .item(), print, `if tensor:` and sync() out of it, or export its parts"
         )
-    return runs[0]
+    returned = [
+        ("output" + trees.keystr(path), leaf)
+        for path, leaf in trees.tree_flatten_with_path(result)[0]
+        if _is_lazy(leaf)
+    ]
+    return _assemble(runs[0], locations, names, first, returned)
 
 
 def _assemble(
@@ -146,7 +140,10 @@ def _assemble(
         label[index] = label[index] or f"value {index}"
     ranks = {name: rank for rank, name in enumerate(arguments)}
     order = sorted((i for i in label if label[i] is not None), key=lambda i: ranks.get(str(label[i]), len(ranks)))
-    inputs = tuple(_value(str(label[i]), run.inputs[i]) for i in order)
+    inputs = tuple(
+        ExportedValue(name=str(label[i]), shape=value.shape, dtype=value.dtype.name, initial=value)
+        for i, value in ((i, run.inputs[i]) for i in order)
+    )
     given = [(name, tensor, tensor_io.buffer_of(tensor)) for name, tensor in returned]
     function = function_of(run, [run.parameters[i] for i in order], locations.of(run.key.code))
     ints = np.array([*function.streams.reshape(-1), *function.ints], np.int64)
@@ -173,10 +170,6 @@ def _assemble(
         for name, aval in zip([name for name, _ in returned] + new_values, exported.out_avals, strict=True)
     )
     return Exported(inputs=inputs, outputs=outputs, exported=exported)
-
-
-def _value(name: str, initial: np.ndarray[Any, Any]) -> ExportedValue:
-    return ExportedValue(name=name, shape=initial.shape, dtype=initial.dtype.name, initial=initial)
 
 
 # Names.

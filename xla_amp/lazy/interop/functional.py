@@ -214,7 +214,9 @@ class _ModuleCall:
             TO_TORCH[np.dtype(x.dtype)] if jnp.issubdtype(x.dtype, jnp.inexact) else self._dtypes[name]
             for name, x in named
         ]
-        return [*own, *(_argument_dtype(x) for x in inputs)]
+        # An int32 array may be an index if 64-bit types are off, and torch's indices are int64.
+        narrow = not has_64_bits()
+        return [*own, *(torch.int64 if narrow and x.dtype == np.int32 else TO_TORCH[np.dtype(x.dtype)] for x in inputs)]
 
 
 _TENSOR = object()
@@ -266,13 +268,6 @@ def _run(
 def _narrow(values: Sequence[Any]) -> list[Any]:
     """Values in the dtypes that JAX's 64-bit setting allows."""
     return [x.astype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in values]
-
-
-def _argument_dtype(x: Any) -> torch.dtype:
-    """int64 for an int32 array if 64-bit types are off: it may be an index, and torch's indices are int64."""
-    if x.dtype == np.int32 and not has_64_bits():
-        return torch.int64
-    return TO_TORCH[np.dtype(x.dtype)]
 
 
 def _is_lazy(value: Any) -> bool:

@@ -168,7 +168,7 @@ class _Traced:
         def again(values: Sequence[Any], floats: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             return list(pullback(values, floats)[1](list(cotangents))[0])
 
-        structs = [_struct(x) for x in tensors]
+        structs = [jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(TO_NUMPY[x.dtype])) for x in tensors]
         float_struct = jax.ShapeDtypeStruct((), jnp.result_type(float), weak_type=True)
         forward_jaxpr = jax.make_jaxpr(forward)(structs, [float_struct] * numbers)
         name = _name(fn)
@@ -202,10 +202,6 @@ class _Traced:
             wanted=wanted,
             again=torch_function(again),
         )
-
-
-def _struct(tensor: torch.Tensor) -> Any:
-    return jax.ShapeDtypeStruct(tuple(tensor.shape), jax.dtypes.canonicalize_dtype(TO_NUMPY[tensor.dtype]))
 
 
 def _is_key(value: Any) -> bool:

@@ -38,9 +38,7 @@ _users: Mapping[str, Any] = {}
 """JAX's options as they were before ours, while ours are set."""
 
 
-def compilation_cache(
-    path: str | os.PathLike[str] | None, *, least_seconds: float = 0.0, most_bytes: int | None = LIMIT
-) -> None:
+def compilation_cache(path: str | os.PathLike[str] | None, *, most_bytes: int | None = LIMIT) -> None:
     """Stores compiled programs in a folder, for later compilations of this and other processes, by JAX's own cache.
 
     Without a call that is ``XDG_CACHE_HOME/xla_amp`` (``~/.cache/xla_amp``); ``XLA_AMP_CACHE`` names another folder, or
@@ -52,7 +50,6 @@ def compilation_cache(
 
     Args:
         path: the folder, created if it is missing; None stores nothing.
-        least_seconds: programs that compile faster are not stored; 0 stores all.
         most_bytes: size at which the least recently used programs are dropped, of each combination of flags and
             versions; None is no limit.
 
@@ -65,10 +62,9 @@ def compilation_cache(
     """
     global _chosen
     arguments.require("compilation_cache(path)", path, (*arguments.PATH, type(None)), "a folder, or None")
-    if least_seconds < 0 or (most_bytes is not None and most_bytes < 0):
+    if most_bytes is not None and most_bytes < 0:
         raise PolicyError(
-            f"compilation_cache(least_seconds={least_seconds!r}, most_bytes={most_bytes!r}): expected numbers that are "
-            "not negative"
+            f"compilation_cache(most_bytes={most_bytes!r}): expected a number that is not negative, or None"
         )
     if path is None:
         _chosen = {}
@@ -78,7 +74,7 @@ def compilation_cache(
         _chosen = {
             "jax_compilation_cache_dir": str(files.own_folder(path, f"compilation_cache({os.fspath(path)!r})")),
             "jax_compilation_cache_max_size": -1 if most_bytes is None else most_bytes,
-            "jax_persistent_cache_min_compile_time_secs": float(least_seconds),
+            "jax_persistent_cache_min_compile_time_secs": 0.0,
             "jax_persistent_cache_min_entry_size_bytes": -1,
         }
     if _started:

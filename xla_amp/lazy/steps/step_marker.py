@@ -246,7 +246,7 @@ def _forward_begins(module: torch.nn.Module, trains: bool) -> None:
     if not _step.keeps_hook and not _step.repeats:
         _remove_hook()
     step_begins()
-    if trains and not is_open() and _is_here(module):
+    if trains and not is_open() and any(p.device.type == DEVICE_TYPE for p in module.parameters()):
         # What was recorded between two steps, sums and copies of weights for instance, is no part of the second.
         before, _step.begins_program = _step.begins_program, not trace.code
         if before and trace.nodes == (threading.get_ident(), private_api.autograd_nodes()):
@@ -254,10 +254,6 @@ def _forward_begins(module: torch.nn.Module, trains: bool) -> None:
     _step.first = trace.generation, weakref.ref(module)
     if trains:
         _step.open = trace.generation
-
-
-def _is_here(module: torch.nn.Module) -> bool:
-    return any(parameter.device.type == DEVICE_TYPE for parameter in module.parameters())
 
 
 def _first_module() -> Any:

@@ -401,7 +401,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         array = transfer.copy_to_device(source, target.dtype)
         buffer = buffer_of(target)
         whole = source.shape == target.shape and is_whole(target) and not trace.guards
-        if whole and (buffer.number < 0 or not _is_parameter(buffer)):
+        if whole and (buffer.number < 0 or not any(held is buffer for held in trace.parameters)):
             # An upload of the whole buffer replaces the array; operations recorded before use the old value number.
             buffer.array, buffer.number = array, -1
             return
@@ -410,7 +410,3 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     number, value_spec = cast(number, value_spec, target.dtype)
     number, value_spec = broadcast(number, value_spec, target.shape)
     write(target, number)
-
-
-def _is_parameter(buffer: Buffer) -> bool:
-    return any(held is buffer for held in trace.parameters)

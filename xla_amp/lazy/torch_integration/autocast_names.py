@@ -27,16 +27,9 @@ def set_low_dtype() -> None:
 
 
 def for_both_names(original: Callable[..., Any], self: Any, *error: Any) -> Any:
-    """A method of `torch.autocast` that begins or ends a region."""
+    """A method of `torch.autocast` that begins or ends a region: both names get the state of the one that it has."""
     result = original(self, *error)
-    if self.device in NAMES:
-        _same_state(self.device)
+    for name in NAMES if self.device in NAMES else ():
+        torch.set_autocast_enabled(name, torch.is_autocast_enabled(self.device))
+        torch.set_autocast_dtype(name, torch.get_autocast_dtype(self.device))
     return result
-
-
-def _same_state(name: str) -> None:
-    """Gives both names the autocast state that `name` has in this thread."""
-    for other in NAMES:
-        if other != name:
-            torch.set_autocast_enabled(other, torch.is_autocast_enabled(name))
-            torch.set_autocast_dtype(other, torch.get_autocast_dtype(name))

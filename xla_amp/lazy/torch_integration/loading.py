@@ -49,16 +49,15 @@ def _options(
 
 
 def _to_host(places: list[tuple[MutableMapping[str, Any], str]]) -> None:
-    found = [(owner, name) for owner, name in places if _is_scalar_on_device(owner.get(name))]
+    tensors = ((owner, name) for owner, name in places if isinstance(owner.get(name), torch.Tensor))
+    found = [
+        (each, name) for each, name in tensors if each[name].device.type == DEVICE_TYPE and each[name].numel() == 1
+    ]
     for dtype in {owner[name].dtype for owner, name in found}:
         same = [(owner, name) for owner, name in found if owner[name].dtype == dtype]
         values = torch.stack([owner[name].detach().reshape(()) for owner, name in same]).cpu()
         for (owner, name), value in zip(same, values, strict=True):
             owner[name] = value.clone()
-
-
-def _is_scalar_on_device(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE and value.numel() == 1
 
 
 # ---- files of safetensors --------------------------------------------------------------------------------------------
