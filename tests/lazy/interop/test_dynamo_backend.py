@@ -215,30 +215,6 @@ def test_rules_for_modules_are_followed(device, low_of):
     assert seen == [torch.float32]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("make", [xla_amp.syncfree.AdamW, torch.optim.AdamW])
-def test_a_whole_training_step_may_be_compiled(device, make):
-    losses = []
-    for wrap in (lambda f: f, lambda f: compiled(f, fullgraph=False)):
-        torch.manual_seed(0)
-        model = Block().to(device)
-        optimizer, scaler = make(model.parameters(), 1e-2), xla_amp.GradScaler(device.type)
-
-        def step(x, model=model, optimizer=optimizer, scaler=scaler):
-            optimizer.zero_grad()
-            with xla_amp.autocast(device, dtype=torch.float16):
-                loss = model(x).float().square().mean()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            return loss.detach()
-
-        run = wrap(step)
-        with torch._dynamo.config.patch(error_on_recompile=False):
-            losses.append([run(torch.randn(2, 4, 8).to(device)).item() for _ in range(3)])
-    assert losses[0] == losses[1]
-
-
 @pytest.mark.parametrize("entry", ["sync", "captured", "explain", "override", "monitor"])
 def test_entry_points_that_have_python_state_end_the_graph(device, entry):
     linear = nn.Linear(4, 4).to(device)

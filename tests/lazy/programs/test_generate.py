@@ -73,24 +73,3 @@ def test_transformers_with_a_static_cache_has_two_programs(device: torch.device)
             got = model.generate(ids, cache_implementation="static", **options)
         assert counts.compilations <= most
         assert got.tolist() == expected.tolist()
-
-
-def test_a_state_that_is_asked_for_each_time_is_computed_once(device: torch.device) -> None:
-    """As the flags of unfinished sequences: each depends on all before it."""
-
-    def loop(device: torch.device | str, cut: int) -> list[bool]:
-        unfinished = torch.tensor([1, 1, 1]).to(device)
-        answers = []
-        for i in range(12):
-            done = torch.full((3,), i >= 9, device=device)
-            unfinished = unfinished & ~done
-            answers.append(bool(unfinished.max() == 0))
-            if i == cut:
-                xla_amp.sync()
-        return answers
-
-    expected = loop("cpu", -1)
-    with counted() as counts:
-        assert loop(device, 5) == expected
-    assert (counts.host_syncs, counts.host_values) == (0, 12)
-    assert counts.compilations <= 5  # the first, the others, and those for full(True); the end of the step

@@ -7,7 +7,6 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -55,18 +54,6 @@ def test_one_warning_names_the_line_the_count_and_the_difference(device: torch.d
     assert "operation 0 is input float32[6,2], input float32[5,2] before, read by mul.Tensor at" in text
     assert "xla_amp.pad_to_bucket" in text
     assert "for a sequence that grows see docs/pytorch.md#sequences-that-grow" in text
-
-
-def test_programs_from_the_disk_are_no_compilations(device: torch.device, tmp_path: Path) -> None:
-    xla_amp.compilation_cache(tmp_path)
-    try:
-        assert len(warnings_of(lambda: by_shape(device))) == 1
-        execute.clear_programs()
-        recompile_reasons.reset()
-        assert warnings_of(lambda: by_shape(device)) == []
-        assert "compilations by line" not in recompile_reasons.report()
-    finally:
-        xla_amp.compilation_cache(None)
 
 
 DIFFERENCES: dict[str, tuple[Callable[[torch.Tensor, int], torch.Tensor], str]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import forked
 import pytest
@@ -73,27 +72,6 @@ def test_nested_and_disabled(outer, inner, matrix):
             assert (matrix @ matrix).dtype is FULL
         assert states() == [(True, torch.float16)] * 2
         assert (matrix @ matrix).dtype is torch.float16
-
-
-def test_decorated_before_use_and_recursive(matrix, low_of):
-    @torch.autocast("xla", cache_enabled=False)
-    def product(depth: int) -> torch.Tensor:
-        assert not torch.is_autocast_cache_enabled()
-        return product(depth - 1) if depth else matrix @ matrix
-
-    assert product(0).dtype is low_of(matrix.device)
-    assert (matrix @ matrix).dtype is FULL
-    assert torch.is_autocast_cache_enabled()
-
-
-def test_other_threads(matrix):
-    def work():
-        before = states()[0][0]
-        with torch.autocast("xla", LOW):
-            return before, (matrix @ matrix).dtype
-
-    with torch.autocast("xla"), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(work).result() == (False, LOW)
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

@@ -289,15 +289,6 @@ class TestOptimizers(TestCase):
                 second.step()
                 close(second.values(), first.values(), exact=exact)
 
-    @each_optimizer([o for o in optim_db if "foreach" in o.supported_impls])
-    def test_foreach_is_the_loop(self, device: str, dtype: Any, optim_info: OptimizerInfo) -> None:
-        for options in sets_of_options(optim_info):
-            runs = [Training(optim_info, {**options, "foreach": each}, device) for each in (False, True)]
-            for _ in range(3):
-                for run in runs:
-                    run.step()
-            close(runs[0].values(), runs[1].values())
-
     @each_optimizer([o for o in optim_db if not o.step_requires_closure and not o.only_supports_sparse_grads])
     def test_a_stock_scaler(self, device: str, dtype: Any, optim_info: OptimizerInfo) -> None:
         """torch.amp.GradScaler: the second of four steps overflows and is skipped, as on the CPU."""

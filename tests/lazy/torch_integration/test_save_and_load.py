@@ -153,24 +153,6 @@ def distributed(asynchronous: bool) -> Callable[..., State]:
     return way
 
 
-def accelerate_save_model(module: Weights, folder: Path, device: torch.device) -> State:
-    from accelerate import Accelerator, load_checkpoint_in_model
-
-    Accelerator(cpu=True).save_model(module, folder / "model")
-    target = blank(module, device)
-    load_checkpoint_in_model(target, folder / "model")
-    return target.state_dict()
-
-
-def hub(module: Weights, folder: Path, device: torch.device) -> State:
-    from huggingface_hub import load_torch_model, save_torch_model
-
-    save_torch_model(module, folder, max_shard_size=60)
-    target = blank(module, device)
-    load_torch_model(target, folder, strict=False)
-    return target.state_dict()
-
-
 def orbax(module: Weights, folder: Path, device: torch.device) -> State:
     checkpoint.save({"model": module}, folder / "orbax")
     target = blank(module, device)
@@ -207,8 +189,6 @@ WAYS: dict[str, Callable[..., State]] = {
     "safetensors model": safetensors_model,
     "torch.distributed.checkpoint": distributed(False),
     "torch.distributed.checkpoint, async": distributed(True),
-    "accelerate save_model": accelerate_save_model,
-    "huggingface_hub": hub,
     "Orbax": orbax,
     "xla_model.save": xla_save,
 }
@@ -217,7 +197,7 @@ WAYS: dict[str, Callable[..., State]] = {
 
 NO_REFERENCE = {(way, kind) for way in ("Orbax", "xla_model.save") for kind in KINDS}  # ours, for the device
 REFUSED = {
-    *((way, "views") for way in ("safetensors model", "huggingface_hub")),  # not the whole of a storage
+    ("safetensors model", "views"),  # not the whole of a storage
     *((way, "low") for way in ("torch, old format", "pickle")),  # float8
 }
 """What libraries refuse on every device."""
@@ -333,9 +313,7 @@ def test_without_autoload_torch_names_the_place(device: torch.device, tmp_path: 
 # ---- what is in the file ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "way", ["torch, from a file", "xla_model.save", "Orbax", "safetensors model", "accelerate save_model"]
-)
+@pytest.mark.parametrize("way", ["torch, from a file", "xla_model.save", "Orbax", "safetensors model"])
 def test_tied_weights_are_written_once(way: str, device: torch.device, tmp_path: Path) -> None:
     WAYS[way](Weights("large", device), tmp_path, device)
     written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
