@@ -65,13 +65,6 @@ def zero_grad_before_with_another_rate(model: nn.Module, optimizer: torch.optim.
     optimizer.step()
 
 
-@training(1, torch.optim.SGD, momentum=0.9)
-def zero_grad_after(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-    model(x.to("jax")).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 @training(1, torch.optim.AdamW)
 def loss_read_every_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
     optimizer.zero_grad()
