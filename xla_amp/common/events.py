@@ -60,10 +60,7 @@ class Point(Generic[_Arguments, _Result]):
         """
         with _lock:
             left = list(self.listeners)
-            try:
-                left.remove(listener)
-            except ValueError:
-                raise ValueError(f"unsubscribe({listener!r}): not a listener; pass the object subscribed") from None
+            left.remove(listener)
             self.listeners = tuple(left)
 
     @contextlib.contextmanager

@@ -11,7 +11,6 @@ the scale to zero.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
@@ -35,21 +34,20 @@ def update(
     scale: Any,
     growth_tracker: Any,
     found_inf: Any,
-    growth_factor: Any = GROWTH_FACTOR,
-    backoff_factor: Any = BACKOFF_FACTOR,
-    growth_interval: Any = GROWTH_INTERVAL,
+    growth_factor: Any,
+    backoff_factor: Any,
+    growth_interval: Any,
     *,
-    where: Where | None = None,
-    multiply: Multiply | None = None,
+    where: Where,
+    multiply: Multiply,
 ) -> tuple[Any, Any]:
     """The scale and the growth tracker for the next step.
 
-    The function is written for Python numbers and for arrays of any library.  For arrays, pass `where` and `multiply`;
-    no value is then read back to the host.
+    For arrays of any library; no value is read back to the host.
 
     Args:
-        scale: float, or float32 array; what the loss of this step was multiplied by.
-        growth_tracker: int, or int32 array; steps in a row without overflow so far.
+        scale: float32 array; what the loss of this step was multiplied by.
+        growth_tracker: int32 array; steps in a row without overflow so far.
         found_inf: 0 if every gradient was finite, otherwise any other number (torch: a float32 0 or 1).
         growth_factor: multiplies the scale after `growth_interval` steps without overflow; above 1.
         backoff_factor: multiplies it after an overflow; between 0 and 1.
@@ -59,26 +57,7 @@ def update(
 
     Returns:
         ``(scale, growth_tracker)``.
-
-    Raises:
-        TypeError: an argument is an array, and `where` or `multiply` is missing.
-
-    Example:
-        >>> update(65536.0, 0, found_inf=1.0)
-        (32768.0, 0)
-        >>> update(65536.0, 1999, found_inf=0.0)
-        (131072.0, 0)
-        >>> update(2.0**127, 1999, found_inf=0.0) == (2.0**127, 0)
-        True
     """
-    if where is None or multiply is None:
-        for value in (scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval):
-            if not isinstance(value, int | float):
-                raise TypeError(
-                    f"loss_scaling.update() got {type(value).__module__}.{type(value).__qualname__}; "
-                    "for arrays pass where= and multiply= of their library"
-                )
-        where, multiply = where or _where, multiply or _multiply
     overflow = found_inf != 0
     clean_steps = growth_tracker + 1
     due = clean_steps == growth_interval
@@ -87,11 +66,3 @@ def update(
         where(overflow, multiply(scale, backoff_factor), where(due & (abs(grown) <= LARGEST), grown, scale)),
         where(overflow | due, growth_tracker * 0, clean_steps),
     )
-
-
-def _where(condition: bool, if_true: float, if_false: float) -> float:
-    return if_true if condition else if_false
-
-
-def _multiply(scale: float, factor: float) -> float:
-    return array("f", [scale * factor])[0]

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from xla_amp.common import public_names
+
 
 class MissingNames(NamedTuple):
     """Names of one module, and what to write instead, in Markdown."""
@@ -31,5 +33,5 @@ def missing(module: str, name: str, public: Iterable[str]) -> AttributeError:
     """
     found = next((row for row in table() if name in row.names), None)
     if found is None:
-        return AttributeError(f"module {module!r} has no attribute {name!r}; public names: {', '.join(public)}")
+        return public_names.missing(module, name, public)
     return AttributeError(f"{found.module}.{name} has no counterpart in xla_amp. Write: {found.write}")

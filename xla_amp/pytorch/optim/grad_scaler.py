@@ -136,14 +136,7 @@ class GradScaler(torch.amp.GradScaler):
         result: float | None = skip_step.scaled_step(optimizer, found, args, kwargs)
         return result
 
-    @interrupts.deferred
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients of the parameters of `optimizer` by the scale, and checks that they are finite.
-
-        Raises:
-            RuntimeError: called twice since the last `update`, or after `step`.
-        """
-        super().unscale_(optimizer)
+    unscale_ = interrupts.deferred(torch.amp.GradScaler.unscale_)
 
     @interrupts.deferred
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
