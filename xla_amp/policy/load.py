@@ -109,12 +109,12 @@ def signature(path: Path) -> tuple[Path, int, int]:
 def _builtin(name: str) -> Policy:
     if name == "hpu":
         config.refuse_hpu_lists()
-    return _policy(f"tables/{name}.toml", op_catalog.read_table(name), "builtin")
+    return from_text(f"tables/{name}.toml", op_catalog.read_table(name), "builtin")
 
 
 @functools.lru_cache(maxsize=64)
 def _from_file(path: Path, _mtime: int, _size: int) -> Policy:
-    return _policy(str(path), read_file(path), "file")
+    return from_text(str(path), read_file(path), "file")
 
 
 @functools.lru_cache(maxsize=64)
@@ -146,7 +146,12 @@ def _fail(where: str, problem: str) -> NoReturn:
     raise PolicyError(f"{where}: {problem}")
 
 
-def _policy(file: str, text: str, layer: Layer) -> Policy:
+def from_text(file: str, text: str, layer: Layer) -> Policy:
+    """The policy of a file's text; `file` opens every error message.
+
+    Raises:
+        PolicyError: the text is no policy.
+    """
     header, rules = _parse(file, text, layer)
     parent = None
     if (extends := header.get("extends")) is not None:

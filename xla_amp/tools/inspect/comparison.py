@@ -10,8 +10,9 @@ error, as the gradient of a bias before a norm is, and no program can be judged 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -34,8 +35,6 @@ _UNNAMED: Final = "result "
 """Begins the name of a result that the program gives none."""
 _NO_DIGIT: Final = 0.5
 """Relative change by one rounding of the inputs above which no digit of a result is right."""
-
-Arrays = Sequence[np.ndarray[Any, Any]]
 
 
 class Error(NamedTuple):
@@ -143,25 +142,12 @@ def compare(a: Any, b: Any, inputs: Sequence[Any] | None = None, *, seed: int = 
     arrays = samples.random_inputs(first, seed) if inputs is None else samples.fitted(inputs, first, "A")
     narrow = samples.fitted(arrays, second, "B")
     first, second = execution.refined(first, arrays), execution.refined(second, narrow)
-    kinds = ir.signature(first).outputs, ir.signature(second).outputs
-    shapes = [[kind and kind.shape for kind in each] for each in kinds]
+    shapes = [[kind and kind.shape for kind in ir.signature(each).outputs] for each in (first, second)]
     if shapes[0] != shapes[1]:
         raise ModuleError(f"A and B give results of different shapes: {shapes[0]} and {shapes[1]}")
-    if not kinds[0]:
-        raise ModuleError("A and B give no result: there is nothing to compare")
     progress.tell("running A and B")
-    reference, other = Runs(first), Runs(second)(narrow)
-    exact, roundings = reference(arrays), reference.roundings(arrays)
-    noise = only_rounding([each] for each in roundings)
-    named = [each.name for each in a.outputs] if hasattr(a, "outputs") else result_names(first)
-    return Comparison(
-        outputs=tuple(
-            OutputError(index, kind.element if kind else "", name, measure(made, right), rounding, judged=not noisy)
-            for index, (kind, name, made, right, rounding, noisy) in enumerate(
-                zip(kinds[1], named, other, exact, roundings, noise, strict=True)
-            )
-        )
-    )
+    names = [each.name for each in a.outputs] if hasattr(a, "outputs") else None
+    return Comparison(outputs=tuple(Reference(first, [arrays], names).compare(Runs(second))))
 
 
 class Runs:
@@ -172,6 +158,7 @@ class Runs:
     """
 
     def __init__(self, module: ir.MlirModule) -> None:
+        self.types = [kind.element if kind else "" for kind in ir.signature(module).outputs]
         self._module = for_cpu(_for_one_device(module, "the program"))
         self._options = {**sizes.quick_options(module), "xla_allow_excess_precision": False}
 
@@ -180,22 +167,49 @@ class Runs:
         arrays = samples.fitted(inputs, self._module)
         return execution.run(execution.refined(self._module, arrays), arrays, self._options)
 
-    def roundings(self, inputs: Arrays) -> list[float]:
-        """The relative change of each result where the floats of `inputs` are off by one rounding."""
+
+class Reference:
+    """The results of a program on samples, against which those of other programs are measured.
+
+    Raises:
+        ModuleError: the program has no result, or cannot be run on one device.
+    """
+
+    def __init__(self, module: ir.MlirModule, given: Sequence[Sequence[Any]], names: Sequence[str] | None = None):
+        self._module, self._samples, self._runs = module, given, Runs(module)
+        self._names = result_names(module) if names is None else names
+        if not self._names:
+            raise ModuleError("the program gives no result: there is nothing to compare, and no error to measure")
+
+    def compare(self, other: Runs, sample: int = 0) -> list[OutputError]:
+        """The errors of another program, whose results have the same shapes, on the sample of this number."""
+        exact, roundings = self._results(sample)
+        rows = zip(other.types, self._names, other(self._samples[sample]), exact, roundings, self._noisy(), strict=True)
+        return [
+            OutputError(index, kind, name, measure(made, right), rounding, judged=not noisy)
+            for index, (kind, name, made, right, rounding, noisy) in enumerate(rows)
+        ]
+
+    @functools.cache  # noqa: B019 - lives as long as one search
+    def _noisy(self) -> list[bool]:
+        """Whether each result is only rounding error, on some sample; none is if all are."""
+        changes = zip(*(self._results(number)[1] for number in range(len(self._samples))), strict=True)
+        found = [any(each > _NO_DIGIT for each in of_one) for of_one in changes]
+        return [False] * len(found) if all(found) else found
+
+    @functools.cache  # noqa: B019 - as above
+    def _results(self, number: int) -> tuple[list[np.ndarray[Any, Any]], list[float]]:
+        """The results on a sample, and the relative change of each where its floats are off by one rounding."""
+        sample = samples.fitted(self._samples[number], self._module)
         random = np.random.default_rng(0)
         nudged = [
             np.nextafter(array, (random.choice([-np.inf, np.inf], array.shape)).astype(array.dtype))
             if array.dtype in (np.float16, np.float32, np.float64)
             else array
-            for array in inputs
+            for array in sample
         ]
-        return [measure(*pair).relative for pair in zip(self(nudged), self(inputs), strict=True)]
-
-
-def only_rounding(roundings: Iterable[Sequence[float]]) -> list[bool]:
-    """Whether each result is only rounding error, by its changes on each sample; none is if all are."""
-    found = [any(each > _NO_DIGIT for each in changes) for changes in roundings]
-    return [False] * len(found) if all(found) else found
+        exact = self._runs(sample)
+        return exact, [measure(*pair).relative for pair in zip(self._runs(nudged), exact, strict=True)]
 
 
 def result_names(module: ir.MlirModule) -> list[str]:

@@ -1,6 +1,6 @@
 """`search` for StableHLO: the products of a program that must stay float32 on samples.
 
-Errors are relative, of the worst result against the original program, as `comparison` measures them.
+Errors are relative, of the worst result against the original program, as `xla_amp.stablehlo.compare` measures them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from xla_amp.common import progress
 from xla_amp.common.types import LowDtype
-from xla_amp.errors import ModuleError, TargetError
+from xla_amp.errors import TargetError
 from xla_amp.policy.policy import Policy
-from xla_amp.stablehlo import ir, samples
+from xla_amp.stablehlo import samples
 from xla_amp.stablehlo.passes.autocast import Converted, convert
 from xla_amp.stablehlo.passes.cast_graph import CastNode
 from xla_amp.stablehlo.passes.module_paths import own_path
@@ -30,8 +28,6 @@ from xla_amp.tools.search import Candidate, Found, Plan, SearchProgram, search
 _QUANTITY: Final = "results"
 _MOST: Final = 64
 """Largest number of candidates: more products than these are decided in runs of neighbours."""
-
-Sample = Sequence[np.ndarray[Any, Any]]
 
 
 class Planned(SearchProgram):
@@ -56,7 +52,7 @@ class Planned(SearchProgram):
         for sample in self._samples:
             samples.fitted(sample, program.module, "sample_inputs")
         self.batches = len(self._samples)
-        self._low, self._original = low, _Original(program, self._samples)
+        self._low, self._original = low, comparison.Reference(program.module, self._samples)
         self._convert = functools.partial(convert, program, policy, low, keep_io=keep_io)
         self._products: list[tuple[int, Candidate]] = []
         self.first = self._convert(look=self._look)
@@ -86,7 +82,7 @@ class Planned(SearchProgram):
         held_out = 0 if self.batches == 1 or max_error is None else None
         found = search(self, budget={_QUANTITY: max_error or sys.float_info.max}, held_out=held_out)
         converted = self._converted(found.plan, found)
-        achieved = self._original.measure(comparison.Runs(converted.module))
+        achieved = self._achieved(comparison.Runs(converted.module))
         if not found.met and max_error is not None:
             raise TargetError(
                 f"autocast(max_error={max_error:g}): the achieved error is {achieved.error:.2g} "
@@ -98,7 +94,18 @@ class Planned(SearchProgram):
         """The error of the plan on one sample."""
         if self._last is None or self._last[0] != plan:
             self._last = plan, comparison.Runs(self._converted(plan).module)
-        return {_QUANTITY: self._original.measure(self._last[1], [batch]).error}
+        return {_QUANTITY: max(map(_error, self._original.compare(self._last[1], batch)))}
+
+    def _achieved(self, converted: comparison.Runs) -> Achieved:
+        """The errors of a conversion on all samples."""
+        found, rounding = [], 0.0
+        for number in range(self.batches):
+            progress.tell("measuring the achieved error", number, self.batches)
+            outputs = self._original.compare(converted, number)
+            found.append(max((_error(each), each.name) for each in outputs))
+            rounding = max([rounding, *(each.rounding for each in outputs if each.judged and each.rounding > 0)])
+        skipped = tuple(each.name for each in outputs if not each.judged)
+        return Achieved(samples=tuple(found), rounding=rounding, not_judged=skipped)
 
     def _converted(self, plan: Plan, found: Found | None = None) -> Converted:
         """The program of a plan; with `found` reasons have the measured errors."""
@@ -116,51 +123,7 @@ class Planned(SearchProgram):
         return f"sample inputs: with nothing else in {self._low} the results are {wrong}, {rest}"
 
 
-class _Original:
-    """The results of a program on samples, which the errors of conversions are against."""
-
-    def __init__(self, program: Program, given: Sequence[Sample]) -> None:
-        self._samples, self._module = given, program.module
-        if not ir.signature(program.module).outputs:
-            raise ModuleError("the program gives no result: no error can be measured")
-        self._runs = comparison.Runs(program.module)
-        self._names = comparison.result_names(program.module)
-        self._known: dict[int, tuple[list[Any], list[float]]] = {}
-
-    def measure(self, converted: comparison.Runs, only: Sequence[int] | None = None) -> Achieved:
-        """The errors of a conversion on each sample, or on those of the numbers `only`.
-
-        Raises:
-            ModuleError: a program cannot be run on one device, or the samples do not fit.
-        """
-        found, before = [], 0.0
-        noisy = self._noisy()
-        for number in range(len(self._samples)) if only is None else only:
-            progress.tell("measuring the achieved error", number, len(self._samples))
-            exact, roundings = self._results(number)
-            errors = map(comparison.measure, converted(self._samples[number]), exact)
-            judged = [(_error(each, noise), n) for each, noise, n in zip(errors, noisy, self._names, strict=True)]
-            found.append(max(judged, default=(0.0, "no result")))
-            before = max([before, *(each for each, noise in zip(roundings, noisy, strict=True) if not noise)])
-        skipped = tuple(name for name, noise in zip(self._names, noisy, strict=True) if noise)
-        return Achieved(samples=tuple(found), rounding=before, not_judged=skipped)
-
-    @functools.cache  # noqa: B019 - lives as long as one search
-    def _noisy(self) -> list[bool]:
-        """Whether each result is only rounding error or NaN, on some sample; none is if all are."""
-        changes = [self._results(number)[1] for number in range(len(self._samples))]
-        return comparison.only_rounding(
-            [math.inf if math.isnan(each) else each for each in of_one] for of_one in zip(*changes, strict=True)
-        )
-
-    def _results(self, number: int) -> tuple[list[Any], list[float]]:
-        if number not in self._known:
-            sample = samples.fitted(self._samples[number], self._module)
-            self._known[number] = self._runs(sample), self._runs.roundings(sample)
-        return self._known[number]
-
-
-def _error(error: comparison.Error, noise: bool) -> float:
-    if error.nonfinite or math.isnan(error.relative):
+def _error(each: comparison.OutputError) -> float:
+    if each.error.nonfinite or math.isnan(each.error.relative):
         return math.inf
-    return 0.0 if noise else min(error.relative, sys.float_info.max)  # of finite numbers, also where they should be 0
+    return min(each.error.relative, sys.float_info.max) if each.judged else 0.0  # of numbers that should be 0, too

@@ -2,8 +2,8 @@
 
 1. Everything low.  If that is within the budget, nothing is given back.
 2. Each candidate low alone, which is what it contributes; equal layers together, and one by one where that matters.
-3. Candidates get float32 back until the errors of the whole are within the budget: first those that make a value
-   infinite, alone or beside those before them, then those that contribute most.
+3. Candidates get float32 back until the errors of the whole are within the budget: first those that contribute most,
+   of which one that makes a value infinite is the first.
 4. The plan on batches that the steps before have not seen; while it fails there, the next candidate gets float32 back.
 
 Only plans whose errors were measured on every batch are returned.
@@ -144,7 +144,7 @@ class _Search:
         everything = Plan(self.candidates)
         if self._fits(everything, self.used) and self._fits(everything, self.kept):
             return everything
-        units = self._sorted(self._units())
+        units = sorted(self._units(), key=lambda unit: -self._load(unit, self.used))  # stable: upstream first
 
         def after(count: int) -> Plan:
             return everything.difference(*units[:count])
@@ -156,22 +156,6 @@ class _Search:
         while fits < len(units) and not self._fits(after(fits), self.kept):
             fits += 1
         return after(fits)
-
-    def _sorted(self, units: list[Plan]) -> list[Plan]:
-        """First what makes a value infinite, alone or beside what is before it in the program; then by the load."""
-
-        def overflows(count: int) -> bool:
-            return self._load(Plan().union(*finite[:count]), self.used) == math.inf
-
-        finite = [unit for unit in units if self._load(unit, self.used) < math.inf]
-        first, fits = [unit for unit in units if unit not in finite], 0
-        while finite and overflows(len(finite)):
-            fails = len(finite)
-            while fails - fits > 1:
-                middle = (fails + fits) // 2
-                fits, fails = (fits, middle) if overflows(middle) else (middle, fails)
-            first.append(finite.pop(fits))
-        return first + sorted(finite, key=lambda unit: -self._load(unit, self.used))  # stable: upstream first
 
     def _units(self) -> list[Plan]:
         """Candidates that get float32 back together, each measured alone, in the order of the program."""

@@ -5,20 +5,21 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from xla_amp.common import units
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.types import Cast, LowDtype
-from xla_amp.policy import Policy, Rule, module_patterns, op_catalog
-from xla_amp.policy import load as load_policy
-from xla_amp.policy.load import check, rule
-from xla_amp.policy.policy import MEASURED, RuleLayer
+from xla_amp.policy import Policy, module_patterns, op_catalog
+from xla_amp.policy.load import from_text
+from xla_amp.policy.policy import MEASURED
 from xla_amp.tools.search.planner import Candidate, Plan
 
 BASE = "lean"
 """The policy below the rows: everything that may run low does, and what no plan should lower is float32."""
 _PRODUCT: Final = "dot_general"
+Why: TypeAlias = Callable[[Sequence[Candidate]], str]
+"""The reason of a row."""
 
 
 def from_records(records: Iterable[DecisionRecord]) -> tuple[Candidate, ...]:
@@ -61,44 +62,41 @@ def _floating(record: DecisionRecord) -> bool:
 
 
 def policy(
-    plan: Plan,
-    candidates: Sequence[Candidate],
-    low: LowDtype,
-    why: Callable[[Sequence[Candidate]], str] = lambda _: f"a plan of a {MEASURED}",
+    plan: Plan, candidates: Sequence[Candidate], low: LowDtype, why: Why = lambda _: f"a plan of a {MEASURED}"
 ) -> Policy:
     """The policy under which a front runs `plan`: rows in the order of the program, `why` gives the reason of each."""
-    groups: dict[tuple[str, Cast], list[Candidate]] = {}
-    for each in candidates:
-        groups.setdefault((each.scope, "low" if each.name in plan else "fp32"), []).append(each)
-    rows = [
-        rule(f"{MEASURED}, row {number}", [each.name for each in found], cast, why=why(found), source=MEASURED)
-        for number, ((_, cast), found) in enumerate(groups.items(), 1)
-    ]
-    return _policy(tuple(rows), low)
+    return _read(to_toml(plan, candidates, low, why))
 
 
 @functools.lru_cache(maxsize=64)
-def _policy(found: tuple[Rule, ...], low: LowDtype) -> Policy:
-    base = load_policy(BASE)
-    layer = check(RuleLayer(layer="file", origin=MEASURED, rules=found))
-    layers = (*base.layers, layer)
-    return Policy(name="searched", low=low, jax_low=low, dtypes=base.dtypes, layers=layers, source=MEASURED)
+def _read(text: str) -> Policy:
+    return from_text(MEASURED, text, "file")
 
 
-def to_toml(found: Policy, summary: str, lines: Sequence[str] = ()) -> str:
-    """The text of a policy file for the rows of `found`; `lines` become comments at its top."""
+def to_toml(
+    plan: Plan,
+    candidates: Sequence[Candidate],
+    low: LowDtype,
+    why: Why = lambda _: f"a plan of a {MEASURED}",
+    summary: str = "",
+    lines: Sequence[str] = (),
+) -> str:
+    """The text of a file of this policy; `lines` become comments at its top."""
+    groups: dict[tuple[str, Cast], list[Candidate]] = {}
+    for each in candidates:
+        groups.setdefault((each.scope, "low" if each.name in plan else "fp32"), []).append(each)
     head = [f"# {line}" for line in lines]
-    head += ["", f"name = {_text(found.name)}", f"extends = {_text(BASE)}", f"low = {_text(found.low)}"]
-    head += [f"summary = {_text(summary)}", f"source = {_text(found.source)}"]
+    head += ["", 'name = "searched"', f"extends = {_text(BASE)}", f"low = {_text(low)}"]
+    head += [f"summary = {_text(summary)}", f"source = {_text(MEASURED)}"]
     body = [
         line
-        for row in found.layers[-1].rules
+        for (_, cast), found in groups.items()
         for line in (
             "",
             "[[rule]]",
-            f"operations = [{', '.join(map(_text, row.operations))}]",
-            f"cast = {_text(row.cast)}",
-            f"why = {_text(row.why)}",
+            f"operations = [{', '.join(_text(each.name) for each in found)}]",
+            f"cast = {_text(cast)}",
+            f"why = {_text(why(found))}",
         )
     ]
     return "\n".join([*head, *body, ""])

@@ -61,7 +61,7 @@ class SearchResult(Report):
             FileError: the file cannot be written.
         """
         lines = [f"Written by a {MEASURED} of xla_amp.", self._answer(), self._checked()]
-        text = plans.to_toml(self.policy, self._answer(), lines)
+        text = plans.to_toml(self.found.plan, self.candidates, self.low, self._why, self._answer(), lines)
         with writing(path):
             Path(path).write_text(text, encoding="utf-8")
 
