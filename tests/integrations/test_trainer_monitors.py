@@ -1,4 +1,4 @@
-"""The monitor in Lightning's and transformers' trainers: each optimizer step is one, with its loss."""
+"""The monitor in Lightning's and transformers' trainers: each optimizer step of each training, with its loss."""
 
 from __future__ import annotations
 
@@ -45,13 +45,15 @@ def test_lightning(tmp_path):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     recorder = MonitorCallback()
-    trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", accumulate_grad_batches=2, callbacks=[recorder], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data()), batch_size=2)
-    trainer.fit(Net(), loader)
-    check(recorder.monitor.history)
+    for _ in range(2):
+        trainer = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", accumulate_grad_batches=2, callbacks=[recorder], logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(Net(), loader)
+        check(recorder.monitor.history)
 
 
 def test_transformers(tmp_path):
@@ -81,5 +83,6 @@ def test_transformers(tmp_path):
         def _get_train_sampler(self, *_):
             return torch.utils.data.SequentialSampler(rows)
 
-    InOrder(Net(), arguments, train_dataset=rows, callbacks=[recorder]).train()
-    check(recorder.monitor.history)
+    for _ in range(2):
+        InOrder(Net(), arguments, train_dataset=rows, callbacks=[recorder]).train()
+        check(recorder.monitor.history)

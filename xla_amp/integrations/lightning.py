@@ -173,21 +173,15 @@ class LossScaleMonitor(Callback):
 class MonitorCallback(TrainerSteps, Callback):
     """`xla_amp.monitor` as the attribute `monitor`, with the losses; takes its options by name."""
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Starts the monitor."""
-        self._start(pl_module, trainer.optimizers[0], getattr(trainer.precision_plugin, "scaler", None))
-
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begins a step, unless the batch belongs to the one that has begun."""
         if self._step is None:
-            self._begin()
+            self._begin(pl_module, trainer.optimizers[0], getattr(trainer.precision_plugin, "scaler", None))
             self._before = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *rest: Any) -> None:
         """Ends the step if this was its last micro-batch."""
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if loss is not None:
-            self._add(loss, trainer.accumulate_grad_batches)
+        self._add(outputs.get("loss") if isinstance(outputs, Mapping) else outputs, trainer.accumulate_grad_batches)
         if trainer.global_step != self._before:
             self._end()
 

@@ -15,35 +15,25 @@ class MonitorCallback(TrainerSteps, TrainerCallback):
     Args:
         options: arguments of `xla_amp.monitor` by name, as ``sinks``.
 
-    `monitor` is the `Monitor` once training has started.
+    `monitor` is the `Monitor` of the last training that has started.
 
     Example:
         Trainer(model, arguments, train_dataset=data, callbacks=[MonitorCallback(sinks=[print])])
     """
 
-    _handle: Any = None
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Begins a step; the first one starts the monitor."""
-        if self.monitor is None:
-            model, optimizer = given["model"], given["optimizer"]
-            scaler = getattr(optimizer, "scaler", None)  # Accelerate's wrapper has both
-            self._start(model, getattr(optimizer, "optimizer", optimizer), scaler)
-            self._handle = model.register_forward_hook(self._after)
-        self._begin()
+        model, optimizer, first = given["model"], given["optimizer"], not self._trains
+        # Accelerate's wrapper has the optimizer and the scaler.
+        self._begin(model, getattr(optimizer, "optimizer", optimizer), getattr(optimizer, "scaler", None))
         self._parts = args.gradient_accumulation_steps
+        if first:
+            self.monitor._handles.append(model.register_forward_hook(self._after))
 
     def _after(self, model: Any, args: Any, output: Any) -> None:
-        loss = getattr(output, "loss", None)
-        if loss is not None and model.training:
-            self._add(loss.detach(), self._parts)
+        if model.training:
+            self._add(getattr(output, "loss", None), self._parts)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Ends the step."""
         self._end()
-
-    def on_train_end(self, *args: Any, **given: Any) -> None:
-        """Reads what is left, and removes the hooks."""
-        if self._handle is not None:
-            self._handle.remove()
-        super().on_train_end()

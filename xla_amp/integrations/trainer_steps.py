@@ -17,32 +17,32 @@ class TrainerSteps:
         options: arguments of `xla_amp.monitor` by name, as ``sinks``.
     """
 
-    monitor: Monitor | None = None
-    """Once training has started."""
+    monitor: Monitor
+    """Of the last training that has started."""
+    _trains = False
     _step: RunningStep | None = None
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.options, self._block = options, contextlib.ExitStack()
 
-    def _start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-        self.monitor = monitor(model, optimizer, scaler, **self.options)
+    def _begin(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        """Begins a step; the first one of a training starts the monitor."""
+        if not self._trains:
+            self.monitor, self._trains = monitor(model, optimizer, scaler, **self.options), True
+        self._step = self._block.enter_context(self.monitor.step())
 
-    def _begin(self) -> None:
-        if self.monitor is not None:
-            self._step = self._block.enter_context(self.monitor.step())
-
-    def _add(self, loss: torch.Tensor, parts: int) -> None:
+    def _add(self, loss: torch.Tensor | None, parts: int) -> None:
         """Adds the loss of a micro-batch; `parts` of them make a step."""
-        if self._step is not None:
-            before = self._step.loss
-            self._step.loss = loss / parts if before is None else before + loss / parts
+        if self._step is not None and loss is not None:
+            self._step.loss = loss.detach() / parts + (0 if self._step.loss is None else self._step.loss)
 
     def _end(self) -> None:
         self._step = None
         self._block.close()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Reads what is left, and removes the monitor's hooks."""
-        if self.monitor is not None:
+        """Reads what is left, and removes the hooks."""
+        if self._trains:
             self.monitor.close()
+            self._trains = False
