@@ -120,7 +120,8 @@ class Monitor(HostMonitor):
         """Layers in the order in which they have returned."""
         self._pass: dict[str, torch.Tensor] = {}
         """Layer -> largest magnitude in the forward passes that run."""
-        self._has_closure = False
+        self._gradients: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Of a step that runs: their norm, and for each parameter whether that of its gradient is not finite."""
         sizes = len(_NUMBERS) + len(parameters) + len(self._layers), len(self._layers)
         # Made outside of the step, so that the first step is the program of the next ones.
         self._status, self._largest = base.zeros_like([torch.empty(s, device="meta") for s in sizes], self._device)
@@ -143,7 +144,7 @@ class Monitor(HostMonitor):
             raise RuntimeError("monitor.step(): the step before has not ended; one `with` block holds one step")
         entry = RunningStep(self._next_step)
         self._counts = self._model.__dict__[self._flag] = True
-        self._ended, self._open_steps, scale = 0, 0, self._loss_scale()
+        self._ended, self._open_steps, self._gradients, scale = 0, 0, None, self._loss_scale()
         try:
             with skip_step.left_out.subscribed(self._left_out):
                 yield entry
@@ -156,9 +157,7 @@ class Monitor(HostMonitor):
         if not self._ended and not devices.is_xla(self._device.type):
             if self._scaler is None:
                 return  # no optimizer step: the block holds a part of a step
-            with torch.no_grad():  # torch's scaler saw that gradients are not finite, and has changed its scale
-                self._take_gradients()
-                self._end(torch.ones(()), scale)
+            self._end(torch.ones(()), scale)  # torch's scaler saw what is not finite, and has changed its scale
         self._next_step += 1
         entry.end(self)
         self._waiting.append(entry)
@@ -193,38 +192,24 @@ class Monitor(HostMonitor):
             new = torch.stack([found.get(path, self._number(0.0)) for path in self._layers])
             self._largest.copy_(torch.maximum(self._largest, new))
 
-    @torch.no_grad()
     def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The optimizer's step begins, with these arguments."""
-        if not self._counts:
-            return
-        self._open_steps += 1  # a class may call the step of its base class, which has these hooks, too
-        if self._open_steps > 1:
-            return
-        self._has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-        if not self._has_closure:
-            self._take_gradients()
+        if self._counts:
+            self._open_steps += 1  # a class may call the step of its base class, which has these hooks, too
+            if self._open_steps == 1 and not any(map(callable, (*args[1:], *kwargs.values()))):
+                self._gradients = self._take_gradients()  # with a closure they are there after the step
 
-    @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
         """The optimizer's step has ended."""
-        if not self._counts:
-            return
-        self._open_steps -= 1
-        if self._open_steps:
-            return
-        self._ended += 1
-        if self._has_closure:  # only now are there the gradients that it has used
-            self._take_gradients()
-        self._end(self._found_inf(), None if self._scaler is None else self._scaler._scale)
+        if self._counts:
+            self._open_steps -= 1
+            if not self._open_steps:
+                self._end(self._found_inf())
 
-    @torch.no_grad()
     def _left_out(self, optimizer: Any, found_inf: torch.Tensor) -> None:
         """The host has read that gradients are not finite, so the optimizer is not called."""
         if optimizer is self._optimizer:
-            self._ended += 1
-            self._take_gradients()
-            self._end(found_inf, None if self._scaler is None else self._scaler._scale)
+            self._end(found_inf)
 
     def _loss_scale(self) -> torch.Tensor | None:
         """float32 (): a copy of the scale as a step begins; None where the scaler does not leave steps out."""
@@ -233,8 +218,8 @@ class Monitor(HostMonitor):
         scale = self._scaler._scale  # None until the first loss is scaled
         return torch.tensor(self._scaler.get_scale()) if scale is None else scale.detach().clone()
 
-    def _take_gradients(self) -> None:
-        """Norm of all gradients, and for each parameter whether that of its gradient is not finite."""
+    @torch.no_grad()
+    def _take_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
         norms = []
         for parameter in self._parameters.values():
             gradient = torch.zeros((1,), device=parameter.device) if parameter.grad is None else parameter.grad.detach()
@@ -243,12 +228,17 @@ class Monitor(HostMonitor):
         together = torch.stack(norms)
         scaled = getattr(self._optimizer, "grad_scale", None)  # fused optimizers unscale by themselves
         norm = torch.linalg.vector_norm(together)
-        self._gradients = (norm if scaled is None else norm / self._number(scaled)), (~together.isfinite()).float()
+        return (norm if scaled is None else norm / self._number(scaled)), (~together.isfinite()).float()
 
-    def _end(self, skipped: torch.Tensor | None, scale: torch.Tensor | None) -> None:
+    @torch.no_grad()
+    def _end(self, skipped: torch.Tensor | None, scale: torch.Tensor | None = None) -> None:
+        """The step has ended; `scale` is what it used, None is the scaler's."""
+        self._ended += 1
         self._fold()
-        norm, bad = self._gradients
-        del self._gradients  # a captured step keeps tensors in its state only
+        norm, bad = self._gradients or self._take_gradients()
+        self._gradients = None  # a captured step keeps tensors in its state only
+        if scale is None and self._scaler is not None:
+            scale = self._scaler._scale
         numbers = torch.stack([self._status[0] + 1, self._number(skipped), self._number(scale), norm])
         self._status.copy_(torch.cat([numbers, bad, self._largest]))
         self._largest.zero_()

@@ -172,15 +172,11 @@ def _kind(value: float) -> str:
 
 
 def _to_host(values: Sequence[torch.Tensor]) -> list[Any]:
-    """Values of tensors of one shape, with one transfer and one program for each device."""
-    found: list[Any] = [None] * len(values)
-    places: dict[torch.device, list[int]] = {}
-    for index, value in enumerate(values):
-        places.setdefault(value.device, []).append(index)
-    for indices in places.values():
-        numbers = torch.stack([values[index].double() for index in indices]).tolist()
-        for index, value in zip(indices, numbers, strict=True):
-            found[index] = value
+    """Values of tensors of one shape, with one transfer and one program: those on the CPU go to the device."""
+    if not values:
+        return []
+    device = next((value.device for value in values if value.device.type != "cpu"), values[0].device)
+    found: list[Any] = torch.stack([value.double().to(device) for value in values]).tolist()
     return found
 
 

@@ -133,7 +133,8 @@ class _Watch:
         self.operations += 1
         progress.tell(f"{self.operations:,} operations, now {primitive.name}")
         self._name_copies(primitive, operands)
-        made, bad = next(((kind, each) for each in results if (kind := _made(self._parts(each)))), ("", ()))
+        parts = filter(None, map(self._parts, results))
+        made, bad = next(((kind, str(each[0].dtype)) for each in parts if (kind := _made(each))), ("", ""))
         if not made or len(self._producers) >= MOST:
             return
         read = [(f"operand {index}", value, self._parts(value)) for index, value in enumerate(operands)]
@@ -143,14 +144,11 @@ class _Watch:
         finds = produced(made, given=given, written=made if primitive.name == "gather" else "")
         if not finds and self._passed_on is not None:
             return
-        first, *others = self._parts(bad)
-        whole = not others and first.shape == np.shape(bad)
         producer = Producer(
             place=self._place(primitive),
             made=made,
             inputs=inputs,
-            result=str(first.dtype),
-            element=tuple(map(int, np.argwhere(~np.isfinite(first))[0])) if whole else None,
+            result=bad,
         )
         if finds:
             if primitive.name == "low_copy":

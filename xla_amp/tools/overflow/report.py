@@ -89,9 +89,6 @@ class Producer:
     inputs: tuple[ProducerOperand, ...]
     result: str
     """dtype of the result."""
-    element: tuple[int, ...] | None = None
-    """Index of the first inf or NaN in the result; None where it was not looked for.  The first number is often that of
-    the batch element."""
 
     def headline(self, verb: str = "made") -> str:
         """The operation, what it made, and where, on one line."""
@@ -109,8 +106,6 @@ class Producer:
         if self.made == "inf" and self.result in RANGES:
             limit = RANGES[self.result].largest
             items.append(("result", f"{self.result}, which holds magnitudes up to {limit:.3g}"))
-        if self.element:
-            items.append((f"first in element {list(self.element)} of the result", ""))
         return items
 
 

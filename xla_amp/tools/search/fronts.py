@@ -20,7 +20,7 @@ from xla_amp.tools.search.planner import Plan, SearchProgram, search
 from xla_amp.tools.search.result import SearchResult, shown
 
 Array: TypeAlias = npt.NDArray[np.float32]
-Quantities: TypeAlias = dict[str, list[Array | None]]
+Quantities: TypeAlias = dict[str, list[Array]]
 """What a run gives: ``loss`` and ``gradients``, or ``output``."""
 
 
@@ -28,7 +28,7 @@ class MeasuredProgram(SearchProgram):
     """A program whose plans run in a framework and are compared with float32.
 
     A front gives `run` and `records`; quantities (``loss``, ``gradients``, ``output``) are lists of
-    float32 arrays on the host, None for a gradient that is missing.
+    float32 arrays on the host.
     """
 
     overflow_finder: str
@@ -62,7 +62,7 @@ class MeasuredProgram(SearchProgram):
         if batch not in self._references:
             found = self.run(batch, None, region=False)
             for name, parts in found.items():
-                if not all(np.isfinite(part).all() for part in parts if part is not None):
+                if not all(np.isfinite(part).all() for part in parts):
                     raise SearchError(
                         f"batch {batch}: the {name} is not finite in float32; {self.overflow_finder} finds where"
                     )
@@ -75,18 +75,15 @@ class MeasuredProgram(SearchProgram):
         return {name: relative_error(found[name], parts) for name, parts in self.reference(batch).items()}
 
 
-def relative_error(found: Sequence[Array | None], reference: Sequence[Array | None]) -> float:
-    """Relative error of arrays as one vector; a missing gradient is zero."""
-    difference = norm = 0.0
-    for one, other in zip(found, reference, strict=True):
-        if one is None and other is None:
-            continue
-        given, right = (np.float64(0) if each is None else each.astype(np.float64) for each in (one, other))
-        if not np.isfinite(given).all():
-            return math.inf
-        difference += float(np.sum((given - right) ** 2))
-        norm += float(np.sum(right**2))
-    return math.sqrt(difference / norm) if norm else (math.inf if difference else 0.0)
+def relative_error(found: Sequence[Array], reference: Sequence[Array]) -> float:
+    """Relative error of arrays as one vector."""
+    if not all(np.isfinite(each).all() for each in found):
+        return math.inf
+    given, right = (
+        np.concatenate([np.ravel(each) for each in arrays], dtype=np.float64) for arrays in (found, reference)
+    )
+    difference, norm = np.linalg.norm(given - right), np.linalg.norm(right)
+    return float(difference / norm) if norm else (math.inf if difference else 0.0)
 
 
 def searched(program: MeasuredProgram, *, budget: float | Mapping[str, float], device: str) -> SearchResult:

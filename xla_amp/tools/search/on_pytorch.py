@@ -118,7 +118,9 @@ class TorchProgram(fronts.MeasuredProgram):
             found: fronts.Quantities = {"loss": [_host(loss)]}
             if loss.requires_grad and self._parameters:
                 loss.backward()
-                found["gradients"] = [None if p.grad is None else _host(p.grad) for p in self._parameters]
+                found["gradients"] = [
+                    _host(torch.zeros_like(p) if p.grad is None else p.grad) for p in self._parameters
+                ]
             return found
 
     def _call(self, batch: int) -> Any:
