@@ -22,9 +22,3 @@ def test_the_demo_compares_float32_and_bfloat16():
     assert len(commands) == 3
     for command in commands:
         assert command[0] == "-m" or (ROOT / command[0]).is_file()
-
-
-@pytest.mark.full
-def test_a_width_that_does_not_fit_is_refused():
-    done = example_runs.run("demo", "--width", "100", ok=False)
-    assert "--width=100: expected a multiple of 64" in done.stdout + done.stderr

@@ -26,8 +26,3 @@ def test_the_precisions_learn_alike(tmp_path: Path) -> None:
     assert found["fp32"]["low_products"] == 0
     assert found["fp16"]["low_products"] >= 8  # four of attention, two of its products, two of the perceptron
     assert found["fp16"]["loss_scale"] == 65536
-
-
-def test_wrong_flags_are_explained() -> None:
-    done = example_runs.run("flax_lm", "--width=33", ok=False)
-    assert "--width=33 must be a multiple of 32" in done.stdout + done.stderr

@@ -116,18 +116,6 @@ def test_idx_files(mnist, mnist_folder):
     assert bright.tolist() == (2 * labels + 4).tolist()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--batch-size=100000"], "more than the 1437 training images"),
-        (["typo"], "expected flags only"),
-    ],
-)
-def test_wrong_flags_are_explained(flags, message):
-    done = run("--device=cpu", *flags, ok=False)
-    assert message in done.stdout + done.stderr
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("flags", [["--num-processes=2"], ["--spmd"]], ids=["processes", "spmd"])
 def test_several_devices(flags, monkeypatch):

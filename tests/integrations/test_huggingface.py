@@ -148,16 +148,6 @@ def test_an_accelerator_is_pickled_and_copied(tmp_path: Path) -> None:
         assert (tmp_path / "rng_state_xla.pth").unlink() is None
 
 
-def test_metrics_are_gathered_and_models_unwrapped() -> None:
-    run = Training(mixed_precision="bf16")
-    run.epochs(1)
-    with torch.no_grad():
-        found = [run.accelerator.gather_for_metrics((run.model(x).argmax(-1), y)) for x, y in run.loader]
-    assert sum(len(prediction) for prediction, _ in found) == 32
-    assert type(run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)) is nn.Sequential
-    assert run.model(X.to(run.accelerator.device)).dtype is torch.float32
-
-
 def test_the_policy_decides(tmp_path: Path) -> None:
     rules = tmp_path / "mine.toml"
     rules.write_text('extends = "tpu"\n[[rule]]\noperations = ["mm"]\ncast = "fp32"\nwhy = "a test"\n')

@@ -105,20 +105,6 @@ def test_examples_are_padded_with_their_masks_and_types() -> None:
     assert set(batch["input_ids"][0, 5:].tolist()) == {0}
 
 
-def test_labels_of_tokens_are_padded_as_the_collator_does() -> None:
-    rows = [{**row, "labels": [1] * len(row["input_ids"])} for row in examples(5, 20)]
-    labels = DataCollatorForTokenClassification(tokenizer())(rows)["labels"]
-    assert labels.shape == (2, 32)
-    assert labels[1].tolist() == [1] * 20 + [-100] * 12
-
-
-@pytest.mark.parametrize("mlm", [False, True])
-def test_labels_of_a_language_model_leave_padding_out(mlm: bool) -> None:
-    batch = DataCollatorForLanguageModeling(tokenizer(), mlm=mlm)(examples(5, 20))
-    assert batch["input_ids"].shape == batch["labels"].shape == (2, 32)
-    assert set(batch["labels"][batch["attention_mask"] == 0].tolist()) == {-100}
-
-
 @pytest.mark.parametrize("kind", [list, torch.tensor, lambda x: torch.tensor(x).numpy()])
 def test_labels_of_sequence_to_sequence_have_their_own_length(kind: Callable[[list[int]], Any]) -> None:
     rows = [{**row, "labels": kind([3] * n)} for row, n in zip(examples(5, 20), (30, 40), strict=True)]

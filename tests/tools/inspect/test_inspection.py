@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from xla_amp.stablehlo import ir
@@ -55,9 +53,3 @@ def test_contractions_and_casts_by_dtype(found):
 def test_sizes(found):
     assert found.arguments == 4 * 8 * 4 + 8 * 8 * 2 + 4
     assert found.results == 4 + 4 * 8 * 4
-
-
-def test_as_plain_data(found):
-    plain = json.loads(json.dumps(found.to_dict()))
-    assert plain["contractions"][0] == {"left": "bf16", "right": "bf16", "result": "f32", "count": 1}
-    assert plain["casts"][0] == {"from": "f32", "to": "bf16", "count": 1, "bytes": 64}

@@ -205,6 +205,7 @@ def test_what_computes_in_float32_inside_is_no_candidate():
     assert result.found.plan == frozenset()
     assert {row[0] for row in result.page().sections[-1].table.rows} == {"float32"}
     assert "0 of 1 candidates in bfloat16" in str(result)
+    assert repr(result).startswith("SearchResult(met=True, 0 of 1 candidates low, errors={'output': ")
 
 
 def _autocast_inside(x):
