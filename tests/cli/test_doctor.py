@@ -89,4 +89,4 @@ def test_torch_that_is_missing_is_told():
         versions={"jax": "0.10.2"}, processor="a CPU", devices="1: cpu (cpu)", cache="not kept", environment={}
     )
     assert found.page().facts["torch"] == "not installed"
-    assert "What does not fit together?\n  nothing that is known" in str(found)
+    assert "What does not fit together?\n  nothing found" in str(found)

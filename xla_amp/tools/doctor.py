@@ -83,18 +83,11 @@ class Diagnosis(Report):
                 "system": platform.platform(),
                 "processor": self.processor,
                 "devices": self.devices,
-                **({"engine": self.engine} if self.engine else {}),
-                **({"low dtype": self.low} if self.low else {}),
+                **{name: value for name, value in (("engine", self.engine), ("low dtype", self.low)) if value},
                 "compiled programs": self.cache,
                 "environment": variables or "none of the variables that matter is set",
             },
-            [
-                Section(
-                    "What does not fit together?",
-                    f"{count} found" if count else "nothing that is known",
-                    self.conflicts,
-                )
-            ],
+            [Section("What does not fit together?", f"{count or 'nothing'} found", self.conflicts)],
         )
 
 
@@ -188,13 +181,7 @@ def _cache() -> str:
 def conflicts(
     versions: Mapping[str, str], devices: list[list[str]] | str, shared: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """(what does not fit together, what to do).
-
-    Args:
-        versions: by library.
-        devices: JAX's, as (platform, kind, compute capability), or why it has none.
-        shared: whether torch's CUDA has JAX's GPU, too.
-    """
+    """(what does not fit together, what to do); `devices` and `shared` are what `_devices` gives."""
     for name, (oldest, newest) in SUPPORTED.items():
         if name in versions and not oldest <= _pair(versions[name]) <= newest:
             wanted = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
@@ -202,16 +189,12 @@ def conflicts(
                 f"{name} {versions[name]}",
                 f"versions {wanted} are supported: pip install '{name}<={newest[0]}.{newest[1]}.*'",
             )
-    if "jax" in versions and "jaxlib" in versions and _pair(versions["jax"]) != _pair(versions["jaxlib"]):
-        yield (
-            f"jax {versions['jax']} beside jaxlib {versions['jaxlib']}",
-            f"install one version of both: pip install jaxlib=={versions['jax']}",
-        )
-    if "torch_xla" in versions and _pair(versions["torch_xla"]) != _pair(versions.get("torch", "0.0")):
-        yield (
-            f"torch_xla {versions['torch_xla']} beside torch {versions.get('torch', 'none')}",
-            "torch_xla works with the torch of the same version; XLA_AMP_ENGINE=jax uses the other engine",
-        )
+    for name, base, advice in (
+        ("jaxlib", "jax", f"install one version of both: pip install jaxlib=={versions.get('jax')}"),
+        ("torch_xla", "torch", "they work together in one version; XLA_AMP_ENGINE=jax uses the other engine"),
+    ):
+        if name in versions and base in versions and _pair(versions[name]) != _pair(versions[base]):
+            yield f"{name} {versions[name]} beside {base} {versions[base]}", advice
     if isinstance(devices, str):
         yield devices, "run python -c 'import jax; print(jax.devices())' for the whole message"
         return

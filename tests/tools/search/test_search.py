@@ -15,7 +15,7 @@ import torch
 import xla_amp
 import xla_amp.jax
 from xla_amp.errors import SearchError
-from xla_amp.tools.search import SearchResult
+from xla_amp.tools.search.fronts import SearchResult
 
 BUDGET = {"loss": 1e-2, "gradients": 2e-2}
 random = np.random.default_rng(0)

@@ -15,7 +15,6 @@ from xla_amp.tools.explain import paths
 from xla_amp.tools.explain.page import Section
 
 Verdict: TypeAlias = Literal["risk", "could", "low", "wide", "same", "cast", "plumbing"]
-
 """``risk``: low where the built-in rules say float32; ``could``: float32 that could be low; ``wide``: float32 on
 purpose; ``same``: float32 without a rule; ``plumbing``: integers, views or constants."""
 
@@ -93,16 +92,7 @@ def _dtypes(names: Iterable[str]) -> str:
 
 
 def verdict(*, floating: bool, cast: bool, low: bool, product: bool, ruled: bool, risky: bool) -> Verdict:
-    """The verdict on one operation.
-
-    Args:
-        floating: whether it has a floating-point operand or result.
-        cast: whether it only changes the dtype.
-        low: whether it computes in a low dtype.
-        product: whether it is a product, a convolution or a recurrent cell.
-        ruled: whether a rule asks for float32, or it got a low operand.
-        risky: whether the built-in rules keep such an operation in float32.
-    """
+    """The verdict; `cast`: it only changes the dtype, `ruled`: a rule asks for float32, or it got a low operand."""
     if not floating:
         return "plumbing"
     if cast:

@@ -90,14 +90,7 @@ class Magnitudes(LocatingMode):
                 self._computed[index] = dataclasses.replace(each, place=named)
 
     def read(self, more: Sequence[torch.Tensor]) -> tuple[list[Computed], list[bool]]:
-        """Waits for the device, once.
-
-        Args:
-            more: further magnitudes to read.
-
-        Returns:
-            The operations in their order; and whether the values of `more` are not finite.
-        """
+        """The operations in their order, and whether the magnitudes `more` are not finite; waits once."""
         kinds = iter([_kind(value) for value in _to_host([*self._magnitudes, *more])])
         found = [dataclasses.replace(each, read=next(kinds), made=next(kinds)) for each in self._computed]
         return found, list(map(bool, kinds))

@@ -110,13 +110,9 @@ class Producer:
 
 
 def produced(made: str, *, given: str, written: str) -> bool:
-    """Whether an operation made its inf or NaN itself, neither given by its operands nor written by the program.
+    """Whether an operation made its ``inf`` or ``nan`` itself, neither given by its operands nor written as a number.
 
-    Args:
-        made: ``inf`` or ``nan``.
-        given: what of its operands is not finite: ``nan``, ``inf`` or empty.
-        written: the same of the operation's own numbers: the ``nan`` of a constant, the ``inf`` of a mask's fill.  A
-            NaN that is computed from an infinity is made.
+    The three are ``inf``, ``nan`` or empty.  A NaN that is computed from an infinity is made.
     """
     return "nan" not in (given, written) and (made == "nan" or not (given or written))
 

@@ -1,7 +1,7 @@
 """Search for the operations that must stay float32 within an error budget; imports no framework.
 
 A front gives a `SearchProgram`: its `Candidate` list and a function that measures the errors of one plan on one batch.
-`search` finds the plan, `SearchResult` shows it and writes it as a policy file.
+`search` finds the plan; `fronts.SearchResult` shows it and writes it as a policy file.
 
     program.candidates                      what could run low
     program.evaluate(plan, batch)           {"loss": relative error, "gradients": relative error}
@@ -17,4 +17,3 @@ from xla_amp.tools.search.planner import search as search
 from xla_amp.tools.search.plans import from_records as from_records
 from xla_amp.tools.search.plans import policy as policy
 from xla_amp.tools.search.plans import to_toml as to_toml
-from xla_amp.tools.search.result import SearchResult as SearchResult

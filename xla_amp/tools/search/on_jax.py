@@ -18,7 +18,8 @@ from xla_amp.common.types import LowDtype
 from xla_amp.errors import RuleWarning, SearchError
 from xla_amp.jax import compat
 from xla_amp.jax.api import autocast
-from xla_amp.tools.search import Plan, SearchResult, fronts
+from xla_amp.tools.search import Plan, fronts
+from xla_amp.tools.search.fronts import SearchResult
 
 _Arrays: TypeAlias = dict[int, Any]
 """Arrays by their places among the leaves of the arguments."""

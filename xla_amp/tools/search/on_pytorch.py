@@ -18,7 +18,8 @@ from xla_amp.errors import RecompileWarning, RuleWarning, SearchError
 from xla_amp.pytorch.autocast.autocast import autocast
 from xla_amp.tools.explain.on_pytorch import explain
 from xla_amp.tools.overflow.on_pytorch import uncompiled
-from xla_amp.tools.search import Plan, SearchResult, fronts
+from xla_amp.tools.search import Plan, fronts
+from xla_amp.tools.search.fronts import SearchResult
 
 
 def search(

@@ -33,12 +33,7 @@ _MOST: Final = 64
 class Planned(SearchProgram):
     """The program as `search` sees it: a candidate for each product, or for each run of neighbours.
 
-    Args:
-        program: as `io.load` gives it.
-        policy: what it keeps in float32 stays there.
-        low: the low dtype.
-        given: arguments of one call, or a list of such tuples.
-        keep_io: as for `autocast`.
+    `given` are the arguments of one call, or a list of such tuples; what `policy` keeps in float32 stays there.
 
     Raises:
         ModuleError: the samples do not fit, or the program has no result.

@@ -91,11 +91,8 @@ class Found:
 def search(program: SearchProgram, *, budget: Mapping[str, float], held_out: int | None = None) -> Found:
     """The plan with the fewest candidates in float32, those that contribute most, whose errors are within `budget`.
 
-    Args:
-        program: what to plan.
-        budget: quantity -> largest accepted relative error, ``{"loss": 1e-3, "gradients": 1e-2}``.  Quantities that it
-            does not name are measured and reported only; they must be finite.
-        held_out: number of batches, the last ones, that only check the result; None is a quarter, at least one.
+    Quantities that the budget does not name must be finite.  The last `held_out` batches only check the result; None is
+    a quarter, at least one.
 
     Raises:
         SearchError: the budget is not positive, names a quantity that is not measured, or there are too few batches.
