@@ -17,7 +17,7 @@ from xla_amp.backends.places import LocatingMode, Place
 from xla_amp.backends.step_state import written_tensors
 from xla_amp.backends.trees import tree_leaves
 from xla_amp.common.events import DecisionRecord
-from xla_amp.tools.overflow.report import Producer, ProducerOperand, produced, statistics
+from xla_amp.tools.overflow.report import Producer, ProducerOperand, produced
 
 UNINITIALIZED: Final = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
@@ -97,24 +97,21 @@ class Magnitudes(LocatingMode):
 
 
 class Operands(TorchDispatchMode):
-    """Examines the operands of operations of the run before; waits for the device only in `producers`."""
+    """Keeps the operands of operations of the run before; waits for the device only in `producers`."""
 
     def __init__(self, wanted: Sequence[Computed]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
         self._wanted = {each.number: each for each in wanted}
-        self._found: list[tuple[Computed, str, list[tuple[str, str, tuple[int, ...], torch.Tensor]]]] = []
-        """Each with the dtype of its result; name, dtype and shape of its operands, and their `_statistics`."""
+        self._found: list[tuple[Computed, str, dict[str, torch.Tensor]]] = []
+        """Each with the dtype of its result, and copies of its operands by name."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, wanted = kwargs or {}, self._wanted.get(self.count)
         self.count += 1
         if wanted is None or wanted.func is not func:
             return func(*args, **kwargs)
-        operands = [
-            (name, _dtype(tensor), tuple(tensor.shape), _statistics(tensor))
-            for name, tensor in _named_operands(func, args, kwargs)
-        ]
+        operands = {name: tensor.detach().clone() for name, tensor in _named_operands(func, args, kwargs)}
         result = func(*args, **kwargs)
         results = (*tree_leaves(result), *written_tensors(func, args, kwargs))
         dtype = next((_dtype(tensor) for tensor in results if is_floating(tensor)), "")
@@ -123,12 +120,11 @@ class Operands(TorchDispatchMode):
 
     def producers(self) -> tuple[Producer, ...]:
         """The operations with their operands; fewer than in the run before if the two differ."""
-        values = iter(_to_host([numbers for *_, operands in self._found for *_, numbers in operands]))
         return tuple(
             Producer(
                 place=each.place,
                 made=each.made,
-                inputs=tuple(ProducerOperand.of(name, kind, shape, next(values)) for name, kind, shape, _ in operands),
+                inputs=tuple(_operand(name, tensor) for name, tensor in operands.items()),
                 result=dtype,
             )
             for each, dtype, operands in self._found
@@ -185,10 +181,9 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-@torch.no_grad()
-def _statistics(tensor: torch.Tensor) -> torch.Tensor:
-    """float64 (6): its `statistics`."""
-    return torch.stack([each.double() for each in statistics(torch, tensor.detach(), tensor.is_complex())])
+def _operand(name: str, tensor: torch.Tensor) -> ProducerOperand:
+    wide = tensor.cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return ProducerOperand.of(name, _dtype(tensor), tensor.shape, wide.numpy())
 
 
 def _written(args: Any, kwargs: Any) -> str:

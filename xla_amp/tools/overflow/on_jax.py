@@ -24,7 +24,7 @@ from xla_amp.errors import StepError
 from xla_amp.jax import compat, modules, rebind
 from xla_amp.jax.contraction_primitives import original_call
 from xla_amp.jax.primitives import info
-from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer, ProducerOperand, produced, statistics
+from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer, ProducerOperand, produced
 
 _PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
 _NUMBERS: Final = (jax.Array, np.ndarray, np.generic, float, complex)
@@ -297,9 +297,9 @@ def _made(parts: Sequence[np.ndarray[Any, Any]]) -> str:
 
 def _operand(name: str, shape: tuple[int, ...], parts: Sequence[np.ndarray[Any, Any]]) -> ProducerOperand:
     dtype = parts[0].dtype
-    is_complex = dtype.kind == "c"
-    wide = np.concatenate([part.astype(np.complex128 if is_complex else np.float64).reshape(-1) for part in parts])
-    return ProducerOperand.of(name, str(dtype), shape, map(float, statistics(np, wide, is_complex)))
+    kind = np.complex128 if dtype.kind == "c" else np.float64
+    wide = np.concatenate([part.astype(kind).reshape(-1) for part in parts])
+    return ProducerOperand.of(name, str(dtype), shape, wide)
 
 
 def _parts(value: Any) -> tuple[list[np.ndarray[Any, Any]], bool]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from xla_amp.common import units
 from xla_amp.common.events import Place
@@ -36,19 +37,22 @@ class ProducerOperand:
     """Greatest of its finite values, with its sign; 0 for complex numbers."""
 
     @classmethod
-    def of(cls, name: str, dtype: str, shape: Sequence[int], numbers: Iterable[float]) -> ProducerOperand:
-        """The operand whose `statistics` are `numbers`."""
-        smallest, largest, least, greatest, infinities, nans = numbers
+    def of(cls, name: str, dtype: str, shape: Sequence[int], values: np.ndarray[Any, Any]) -> ProducerOperand:
+        """The operand with these `values`, in float64 or complex128, of any shape."""
+        values = values.reshape(-1)
+        size = np.abs(values)
+        finite, nonzero = np.isfinite(size), size[np.isfinite(size) & (size > 0)]
+        signed = values[finite] if values.dtype.kind != "c" and finite.any() else np.zeros(1)
         return cls(
             name=name,
             dtype=dtype,
             shape=tuple(shape),
-            smallest=smallest if math.isfinite(smallest) else 0.0,
-            largest=largest,
-            least=least if math.isfinite(least) else 0.0,
-            greatest=greatest if math.isfinite(greatest) else 0.0,
-            infinities=int(infinities),
-            nans=int(nans),
+            smallest=float(nonzero.min()) if nonzero.size else 0.0,
+            largest=float(nonzero.max()) if nonzero.size else 0.0,
+            least=float(signed.min()),
+            greatest=float(signed.max()),
+            infinities=int(np.isinf(size).sum()),
+            nans=int(np.isnan(size).sum()),
         )
 
     def __str__(self) -> str:
@@ -57,26 +61,6 @@ class ProducerOperand:
         sizes = f"{self.smallest:.3g} to {self.largest:.3g}" if self.largest else "all zero"
         signed = f" {self.least:.3g} to {self.greatest:.3g}," if self.least < 0 else ""
         return f"{self.dtype} {units.shape(self.shape)},{signed} magnitudes {sizes}{extra}"
-
-
-def statistics(library: Any, values: Any, is_complex: bool) -> list[Any]:
-    """Numbers () of an array with elements, by functions of `library`, torch or NumPy.
-
-    Smallest nonzero magnitude (inf: none) and largest one (0: none) of the finite values; their least (inf: none) and
-    greatest (-inf: none) value, 0 for complex ones; number of inf, number of NaN.
-    """
-    size = library.abs(values).reshape(-1)
-    zero, limit = library.zeros_like(size), library.full_like(size, math.inf)
-    signed = zero if is_complex else values.reshape(-1)
-    finite = library.isfinite(size)
-    return [
-        library.amin(library.where(finite & (size > 0), size, limit), 0),
-        library.amax(library.where(finite, size, zero), 0),
-        library.amin(library.where(finite, signed, limit), 0),
-        library.amax(library.where(finite, signed, -limit), 0),
-        library.isinf(size).sum(),
-        library.isnan(size).sum(),
-    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
