@@ -7,6 +7,7 @@ Private APIs of jax and jaxlib, and differences between their versions, are conf
 from __future__ import annotations
 
 import functools
+import graphlib
 import io
 import math
 from collections.abc import Callable, Iterator
@@ -108,19 +109,11 @@ def _recursive(module: MlirModule) -> list[str]:
         name: [op.attributes["callee"].value for op in operations(function) if op.name == "func.call"]
         for name, function in functions(module).items()
     }
-    done: set[str] = set()
-    for root in calls:
-        path, todo = [root], [iter(calls[root])]
-        while path:
-            name = next(todo[-1], None)
-            if name is None:
-                todo.pop()
-                done.add(path.pop())
-            elif name in path:
-                return [*path[path.index(name) :], name]
-            elif name in calls and name not in done:
-                path.append(name)
-                todo.append(iter(calls[name]))
+    try:
+        graphlib.TopologicalSorter(calls).prepare()
+    except graphlib.CycleError as error:
+        circle: list[str] = error.args[1][::-1]  # each was called by the next
+        return circle
     return []
 
 

@@ -16,11 +16,6 @@ from xla_amp.stablehlo.passes.propagation import Propagation
 _CONVERT: Final = "stablehlo.convert"
 _ATTRIBUTES: Final = "arg_attrs"
 _ALIAS: Final = "tf.aliasing_output"
-_LOSSLESS: Final = {
-    ("bf16", "f32"), ("bf16", "f64"), ("f16", "f32"), ("f16", "f64"), ("f32", "f64"), ("f8E4M3FN", "bf16"),
-    ("f8E4M3FN", "f16"), ("f8E4M3FN", "f32"), ("f8E5M2", "bf16"), ("f8E5M2", "f16"), ("f8E5M2", "f32"),
-}  # fmt: skip
-"""Casts that preserve every value."""
 
 
 def fold_casts(module: Any) -> int:
@@ -37,8 +32,9 @@ def fold_casts(module: Any) -> int:
         if inner is None or inner.name != _CONVERT:
             continue
         source = inner.operands[0]
-        kinds = ir.tensor_type(source.type), ir.tensor_type(operation.operands[0].type)
-        if kinds[0] is None or kinds[1] is None or (kinds[0].element, kinds[1].element) not in _LOSSLESS:
+        first, second = ir.element(source), ir.element(inner.results[0])
+        floats = all(each in ir.NUMPY and each.startswith(("f", "bf")) for each in (first, second))
+        if not floats or not np.can_cast(ir.numpy_dtype(first), ir.numpy_dtype(second), "safe"):
             continue
         folded += 1
         if source.type == operation.results[0].type:
@@ -62,10 +58,6 @@ class Rewriter:
         self.casts: Counter[str] = Counter()
         """``f32->bf16`` and ``bf16->f32``: how many were inserted."""
         self._cast: dict[tuple[Any, bool], Any] = {}
-        self._kept: set[tuple[Any, bool]] = set()
-        """Keys of `_cast` that are casts of the original program, at their place there."""
-        self._last: dict[Any, Any] = {}
-        """Block or operation -> the last cast of a value that it defines: casts are in the order of their first use."""
         self._types: dict[tuple[Any, bool], Any] = {}
         self._replaced: list[Any] = []
         """Operations that may have no users left."""
@@ -75,18 +67,18 @@ class Rewriter:
         for node in self.graph.nodes:
             if node.low:
                 self._retype(node)
-        reused = {id(node) for node in self.graph.nodes if node.narrows and self._reuse(node)}
+        kept = {node for node in self.graph.nodes if node.narrows and self._stays(node.operands[0].slot)}
         for node in self.graph.nodes:
-            for operand in () if id(node) in reused else node.operands:
+            for operand in () if node in kept else node.operands:
                 have, wanted = self.propagation.is_low(operand.slot), node.low and not node.inside
                 if have != wanted:
-                    cast = self._as(operand.value, operand.slot, operand.operation, low=wanted)
+                    cast = self._as(operand.value, operand.slot, low=wanted)
                     operand.operation.operands[operand.position] = cast
         for node in self.graph.nodes:
             if node.low and node.inside:
                 self._round_result(node)
         for node in self.graph.nodes:
-            if node.narrows and id(node) not in reused:
+            if node.narrows and node not in kept:
                 operation = node.operation
                 operation.results[0].replace_all_uses_with(operation.operands[0])
                 operation.erase()
@@ -178,41 +170,18 @@ class Rewriter:
 
     # Casts.
 
-    def _as(self, value: Any, slot: int, user: Any, *, low: bool) -> Any:
-        """`value` in the other dtype for an operation, cast once for all its users."""
+    def _as(self, value: Any, slot: int, *, low: bool) -> Any:
+        """`value` in the other dtype, cast once for all operations that need it."""
         key = value, low
-        found = self._cast.get(key)
-        if found is None:
-            found = self._cast[key] = self._make(value, slot, user, low=low)
-        elif key in self._kept and not _dominates(found.owner.operation, user):
-            self._kept.remove(key)
-            self._move_forward(found.owner.operation, value.owner)
-        return found
-
-    def _reuse(self, node: CastNode) -> bool:
-        """Keeps a cast of the original program, the first of a value for all its users; False if it is replaced."""
-        operand = node.operands[0]
-        if operand.slot in self.graph.exact or self._is_constant(operand.slot):
-            return False
-        if self.propagation.is_low(operand.slot):
-            return False
-        key = operand.value, True
         if key not in self._cast:
-            self._cast[key] = node.operation.results[0]
-            self._kept.add(key)
-        return True
+            self._cast[key] = self._make(value, slot, low=low)
+        return self._cast[key]
 
-    def _move_forward(self, cast: Any, owner: Any) -> None:
-        """Moves a cast behind the definition of its operand, and behind the casts that are there."""
-        if owner in self._last:
-            cast.move_after(self._last[owner])
-        elif not isinstance(owner, ir.mlir().Block):
-            cast.move_after(owner.operation)
-        elif (first := owner.operations[0].operation) != cast:
-            cast.move_before(first)
-        self._last[owner] = cast
+    def _stays(self, slot: int) -> bool:
+        """Whether a cast of the original program, from a value of this slot to the low dtype, stays where it is."""
+        return not (slot in self.graph.exact or self._is_constant(slot) or self.propagation.is_low(slot))
 
-    def _make(self, value: Any, slot: int, user: Any, *, low: bool) -> Any:
+    def _make(self, value: Any, slot: int, *, low: bool) -> Any:
         mlir = ir.mlir()
         owner = value.owner
         if isinstance(owner, mlir.Block):
@@ -223,34 +192,30 @@ class Rewriter:
                 self._replaced.append(owner.operation)
                 return owner.operation.operands[0]
             if low and self._is_constant(slot):
-                return self._narrow_constant(owner.operation, value, where, user)
-        if owner in self._last:
-            where = mlir.InsertionPoint.after(self._last[owner])
+                return self._narrow_constant(owner.operation, value, where)
         self.casts[f"f32->{self.low}" if low else f"{self.low}->f32"] += 1
         with where, location:
-            cast = ir.dialect().convert(self.type(value.type, low=low), value)
-        self._last[owner] = cast.owner.operation
-        return cast
+            return ir.dialect().convert(self.type(value.type, low=low), value)
 
     def _is_constant(self, slot: int) -> bool:
         return slot in self.propagation.constant and self.graph.nodes[self.graph.producer[slot]].index is None
 
-    def _narrow_constant(self, operation: Any, value: Any, where: Any, user: Any) -> Any:
+    def _narrow_constant(self, operation: Any, value: Any, where: Any) -> Any:
         # A second constant, or a copy of the operation that moves it, instead of a cast.
         self._replaced.append(operation)
         narrow = operation.clone(ip=where).operation
         for index, operand in enumerate(operation.operands):
             if operand in self.graph.slot_of:
-                narrow.operands[index] = self._low(operand, user)
+                narrow.operands[index] = self._low(operand)
         index = list(operation.results).index(value)
         if not len(operation.operands):
             narrow.attributes["value"] = self._constant(operation)
         narrow.results[index].set_type(self.type(value.type, low=True))
         return narrow.results[index]
 
-    def _low(self, value: Any, user: Any) -> Any:
+    def _low(self, value: Any) -> Any:
         slot = self.graph.slot_of[value]
-        return value if self.propagation.is_low(slot) else self._as(value, slot, user, low=True)
+        return value if self.propagation.is_low(slot) else self._as(value, slot, low=True)
 
     def _constant(self, operation: Any) -> Any:
         attribute = operation.attributes["value"]
@@ -260,14 +225,3 @@ class Rewriter:
         with np.errstate(over="ignore"):
             narrowed = values.astype(self.low_dtype)
         return constants.attribute_of(narrowed, self.type(attribute.type, low=True))
-
-
-def _dominates(operation: Any, user: Any) -> bool:
-    """Whether `operation` is before `user`, or before the operation that has `user` in a region."""
-    block = operation.block
-    while user.block != block:
-        user = user.parent
-        if user is None or user.parent is None:
-            return False
-        user = user.operation
-    return bool(operation.is_before_in_block(user))
