@@ -18,8 +18,8 @@ from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import io, ir
 from xla_amp.stablehlo.passes import composites
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, CastNode
-from xla_amp.stablehlo.passes.clone_functions import clone_per_call, merge_identical
-from xla_amp.stablehlo.passes.module_paths import ModulePaths, clone_per_path, has_names
+from xla_amp.stablehlo.passes.clone_functions import clone_for_calls, merge_identical
+from xla_amp.stablehlo.passes.module_paths import ModulePaths, has_names
 from xla_amp.stablehlo.passes.op_table import Classifier
 from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.stablehlo.passes.report import Achieved, ConversionReport, decisions, emit_events
@@ -163,10 +163,9 @@ def convert(
     mlir = ir.mlir()
     with copied.context, mlir.Location.unknown():
         composites.call_decompositions(copied, policy)
-        cloned = clone_per_path(copied) if policy.by_module else {}
+        copies = clone_for_calls(copied, per_path=policy.by_module)
         paths = ModulePaths(copied)
         classifier = Classifier(policy, paths)
-        copies = {**cloned, **clone_per_call(copied, classifier)}
         classifier.composites = composites.mark(copied, policy, paths, copies)
         graph = CastGraph(copied, classifier, _ELEMENTS[low])
         propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=keep)
@@ -179,7 +178,7 @@ def convert(
         if classifier.composites:
             composites.remove(copied)
         folded += fold_casts(copied)
-        merge_identical(copied, classifier, copies)
+        merge_identical(copied, copies)
     ir.verify(copied)
     report = ConversionReport(
         policy=policy.name,

@@ -1,4 +1,4 @@
-"""Clone small functions for each call, so that callers can have different colours; merge identical clones afterwards.
+"""Clone functions for their calls, so that callers can have different colours; merge identical clones afterwards.
 
 JAX writes ``relu``, ``where`` or the slicing of a scan's inputs as one function with many callers.  With one colour for
 all callers, a loop would cast its whole stacked input in every iteration.
@@ -9,47 +9,49 @@ from __future__ import annotations
 from typing import Any, Final
 
 from xla_amp.stablehlo import ir, surgery
-from xla_amp.stablehlo.passes.op_table import Classifier
+from xla_amp.stablehlo.passes.module_paths import calls
 
 SMALL: Final = 32
-"""Largest number of operations in a function that is cloned: bounds the growth of the module."""
+"""Largest number of operations in a function that is cloned for each call: bounds the growth of the module."""
 
 
-def clone_per_call(module: Any, classifier: Classifier) -> dict[str, str]:
-    """Clones each small private leaf function for each call but the first.
+def clone_for_calls(module: Any, *, per_path: bool) -> dict[str, str]:
+    """Clones private functions: small ones that call none for each call, with `per_path` others for each path.
+
+    So a rule for modules can reach one of the calls.
 
     Returns:
         Name of a clone -> name of the function.
     """
     functions = ir.functions(module)
-    calls: dict[str, list[Any]] = {}
-    for operation in ir.operations(module.operation):
-        if classifier.classify(operation).structure == "call":
-            calls.setdefault(operation.attributes[surgery.CALLEE].value, []).append(operation)
+    small = {name for name, function in functions.items() if _is_small(function)}
+    first: dict[str, Any] = {}
+    clones: dict[tuple[str, Any], str] = {}
     copies: dict[str, str] = {}
-    taken = set(functions)
-    for name, callers in calls.items():
-        function = functions.get(name)
-        if function is None or len(callers) < 2 or not ir.is_private(function) or not _small(function, classifier):
+    for name, path, call in calls(module):
+        if call is None or name in copies or name not in functions or not ir.is_private(functions[name]):
             continue
-        for number, call in enumerate(callers[1:], 1):
-            copied = surgery.name_of(surgery.clone_function(module, function, f"{name}.{number}", taken))
-            taken.add(copied)
-            copies[copied] = name
-            surgery.redirect(call, copied)
+        key = call if name in small else path if per_path else ""
+        if first.setdefault(name, key) == key:
+            continue
+        if (name, key) not in clones:
+            wanted = f"{name}.{sum(origin == name for origin in copies.values()) + 1}"
+            copied = surgery.name_of(surgery.clone_function(module, functions[name], wanted, functions | copies))
+            clones[name, key], copies[copied] = copied, name
+        surgery.redirect(call, clones[name, key])
     return copies
 
 
-def _small(function: Any, classifier: Classifier) -> bool:
+def _is_small(function: Any) -> bool:
     count = 0
     for operation in ir.operations(function):
         count += 1
-        if count > SMALL or classifier.classify(operation).structure == "call":
+        if count > SMALL or operation.name == "func.call":
             return False
     return count > 0
 
 
-def merge_identical(module: Any, classifier: Classifier, copies: dict[str, str]) -> None:
+def merge_identical(module: Any, copies: dict[str, str]) -> None:
     """Replaces clones with identical bodies by one, the original function if it is among them."""
     functions = ir.functions(module)
     first: dict[tuple[str, str], str] = {}
@@ -65,7 +67,7 @@ def merge_identical(module: Any, classifier: Classifier, copies: dict[str, str])
     if not same:
         return
     for operation in ir.operations(module.operation):
-        if classifier.classify(operation).structure == "call":
+        if operation.name == "func.call":
             kept = same.get(operation.attributes[surgery.CALLEE].value, "")
             if kept:
                 surgery.redirect(operation, kept)

@@ -120,8 +120,7 @@ def remove(module: Any) -> None:
 def _groups(function: Any, ruled: frozenset[str], copies: Mapping[str, str]) -> Iterator[tuple[str, list[Any]]]:
     """(operation, its parts in one block)."""
     symbol = surgery.name_of(function)
-    while symbol in copies:
-        symbol = copies[symbol]
+    symbol = copies.get(symbol, symbol)
     operation, _ = op_catalog.catalogue().composites.get(_NUMBERED.sub("", symbol), ("", ""))
     if _MEANS in function.attributes:
         operation = function.attributes[_MEANS].value

@@ -47,11 +47,11 @@ def has_names(module: Any) -> bool:
 
 
 class ModulePaths:
-    """Paths of the operations of a module, whose functions are called from one path each (`clone_per_path`)."""
+    """Paths of the operations of a module, whose functions have been cloned for their calls."""
 
     def __init__(self, module: Any) -> None:
         self._functions: dict[str, str] = {}
-        for name, path, _ in _calls(module):
+        for name, path, _ in calls(module):
             self._functions.setdefault(name, path)
         self.seen: set[str] = set()
         """Paths that `of` has returned."""
@@ -64,32 +64,7 @@ class ModulePaths:
         return path
 
 
-def clone_per_path(module: Any) -> dict[str, str]:
-    """Clones each private function that is called from several paths, so that a rule can reach one of the calls.
-
-    Returns:
-        Name of a clone -> name of the function.
-    """
-    functions = ir.functions(module)
-    first: dict[str, str] = {}
-    clones: dict[tuple[str, str], str] = {}
-    copies: dict[str, str] = {}
-    for name, path, call in _calls(module):
-        if first.setdefault(name, path) == path or call is None or not ir.is_private(functions[name]):
-            continue
-        if (name, path) not in clones:
-            copied = f"{name}.{path}" if path else f"{name}.outside"
-            clone = surgery.clone_function(module, functions[name], copied, functions)
-            copied = surgery.name_of(clone)
-            functions[copied] = clone
-            clones[name, path] = copied
-            copies[copied] = name
-            first[copied] = path
-        surgery.redirect(call, clones[name, path])
-    return copies
-
-
-def _calls(module: Any) -> Iterator[tuple[str, str, Any]]:
+def calls(module: Any) -> Iterator[tuple[str, str, Any]]:
     """(function, path of the call, call) for each call, a caller's calls after the calls of the caller."""
     functions = ir.functions(module)
     waiting = [(name, "") for name, function in functions.items() if not ir.is_private(function)]
@@ -98,7 +73,7 @@ def _calls(module: Any) -> Iterator[tuple[str, str, Any]]:
     while waiting:
         caller, base = waiting.pop(0)
         for operation in ir.operations(ir.functions(module)[caller]):
-            if operation.name not in ("func.call", "call"):
+            if operation.name != "func.call":
                 continue
             path = module_patterns.joined(base, own_path(operation) or "")
             yield operation.attributes[surgery.CALLEE].value, path, operation

@@ -148,8 +148,7 @@ def decisions(
         if node.structure == "constant" or node.in_opaque:
             continue
         function = copies.get(node.function, node.function)
-        path = paths.of(node.operation, node.function)
-        yield _decision(propagation, node, policy, low, copies.get(function, function), path)
+        yield _decision(propagation, node, policy, low, function, paths.of(node.operation, node.function))
 
 
 def _decision(
