@@ -13,7 +13,7 @@ import pytest
 
 import xla_amp
 from xla_amp.jax import autocast, compat, rebind
-from xla_amp.jax.contraction_primitives import sums_nothing
+from xla_amp.jax.contraction_primitives import described
 from xla_amp.jax.decisions import request
 from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
 from xla_amp.jax.primitives import PrimitiveKind
@@ -74,7 +74,7 @@ def open_products(function):
     jaxpr = jax.make_jaxpr(function)(MATRIX + 0).jaxpr  # of the mesh around, if there is one
     found = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"]
     left_open = [eqn for eqn in found if not request(eqn, np.dtype(jnp.bfloat16))]
-    return [e for e in left_open if not sums_nothing(e.primitive, e.params, *(atom.aval for atom in e.invars))]
+    return [e for e in left_open if not described(e.primitive, e.params, *(a.aval for a in e.invars)).sums_nothing]
 
 
 def test_every_name_of_the_table_has_a_program():

@@ -197,7 +197,7 @@ def test_a_ban_stops_every_front(program: Program) -> None:
     [
         (("linear", "mm", "addmm", "mv", "einsum", "matmul", "dot_general"), "jaxpr", "dot_general"),
         (("linear", "mm", "addmm", "mv", "einsum", "matmul", "stablehlo.dot_general"), "stablehlo", "dot_general"),
-        (("bmm", "baddbmm", "einsum", "dot_general"), "stablehlo", "dot_general.batched"),
+        (("bmm", "baddbmm", "einsum", "dot_general"), "stablehlo", "dot_general.bmm"),
         (("outer", "ger", "dot_general"), "stablehlo", "dot_general.outer"),
         (("conv1d", "conv2d", "conv_transpose2d", "convolution"), "jaxpr", "conv_general_dilated"),
         (("conv2d", "conv_general_dilated"), "stablehlo", "convolution"),

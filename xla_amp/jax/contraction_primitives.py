@@ -26,17 +26,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from xla_amp.common import costs
 from xla_amp.jax import compat, rebind
 from xla_amp.jax.decisions import F32
 from xla_amp.jax.primitives import info
 from xla_amp.lowering.linalg.contraction import contract
-from xla_amp.policy import beside_low
+from xla_amp.policy.contractions import Contraction
 
 _OWN_PARAMS = {"precision": None, "preferred_element_type": None}
 """Parameters that the low-precision primitive sets itself."""
@@ -134,67 +132,15 @@ _originals: dict[Any, Any] = {}
 """Our primitive -> JAX's."""
 
 
-def aten_product(primitive: Any, params: dict[str, Any], left: Any, right: Any) -> str | None:
-    """ATen name of a ``dot_general`` without a contracted axis, without a free one, or with a batch axis.
-
-    `left` and `right` are its operands, or their types.
-    """
-    if primitive is not lax.dot_general_p:
-        return None
-    (contracted, _), (batch, _) = params["dimension_numbers"]
-    if not contracted:
-        return "outer"
-    shared = len(contracted) + len(batch)
-    if left.ndim == right.ndim == shared:
-        return "dot"
-    return "bmm" if batch else None
-
-
-def sums_nothing(primitive: Any, params: dict[str, Any], left: Any, right: Any) -> bool:
-    """Whether each element of a contraction's result is one product, or empty: a low dtype would only round it.
-
-    `left` and `right` are its operands, or their types.
-    """
+def described(primitive: Any, params: Mapping[str, Any], left: Any, right: Any) -> Contraction:
+    """A contraction of JAX as all fronts ask of it; `left` and `right` are its operands, or their types."""
     numbers: Any = params.get("dimension_numbers")
     if primitive is lax.conv_general_dilated_p:
-        # An element of the result sums the features of one group over at most the smaller of image and window.
-        _, features, *window = numbers.rhs_spec
-        sizes = [right.shape[features]]
-        sizes += (
-            1 if left.shape[image] == 1 else right.shape[axis]
-            for image, axis in zip(numbers.lhs_spec[2:], window, strict=True)
-        )
-    else:
-        (contracted, _), _ = numbers or params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        sizes = [left.shape[axis] for axis in contracted]
-    return 0 in sizes or all(size == 1 for size in sizes)
-
-
-def result_axes(
-    primitive: Any, params: dict[str, Any], left: Any, right: Any, weights: tuple[bool, bool]
-) -> beside_low.Axes:
-    """The axes of a contraction's result along which a bias varies: `xla_amp.jax.value_info.Facts.axes`.
-
-    `left` and `right` are the operands, or their types; `weights`: which of them are.
-    """
-    numbers: Any = params.get("dimension_numbers")
-    if primitive is lax.conv_general_dilated_p:
-        return (frozenset({numbers.out_spec[1]}),)
-    if primitive is not lax.dot_general_p:
-        return ()
-    (contracted, _), (batch, _) = numbers
-    return beside_low.product_axes(left.ndim, right.ndim, contracted, batch, weights)
-
-
-def flops(primitive: Any, params: dict[str, Any], operands: Sequence[Any], outs: Sequence[Any]) -> int | None:
-    """Multiplications and additions of a contraction; None for other primitives and sizes that are not known."""
-    left, right, result = (np.shape(each) for each in (*operands[:2], outs[0]))
-    numbers: Any = params.get("dimension_numbers")
-    if primitive is lax.dot_general_p:
-        return costs.product(left, result, numbers[0][0])
-    if primitive is lax.conv_general_dilated_p:
-        return costs.convolution(right, result, numbers.rhs_spec[0])
-    return None
+        outputs, inputs, *window = numbers.rhs_spec
+        axes = zip(numbers.lhs_spec[2:], window, strict=True)
+        return Contraction.convolution(left.shape, right.shape, inputs, axes, (outputs, numbers.out_spec[1]))
+    (contracted, _), (batch, _) = numbers or params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    return Contraction.product(left.shape, right.shape, contracted, batch, ragged=numbers is None)
 
 
 def _own_params(params: dict[str, Any]) -> dict[str, Any]:
@@ -444,7 +390,8 @@ def _replay(
         arrays = [each.value for each in operands]
         if eqn.primitive is primitive:
             left, right = operands[:2]
-            if F32 in (left.value.dtype, right.value.dtype) and sums_nothing(primitive, eqn.params, *arrays[:2]):
+            product = described(primitive, eqn.params, *arrays[:2])
+            if F32 in (left.value.dtype, right.value.dtype) and product.sums_nothing:
                 wide = [*(_cast(each, F32) for each in arrays[:2]), *arrays[2:]]
                 return [*map(_Operand, compat.bind(primitive, wide, eqn.params))]
             masters = (left.master, right.master)

@@ -47,7 +47,7 @@ def is_castable(dtype: Any) -> bool:
 
 @functools.lru_cache(maxsize=8192)
 def decide(
-    policy: Policy, primitive: str, aten: str | None = None, path: str | None = None
+    policy: Policy, primitive: str, aten: str = "", path: str | None = None
 ) -> tuple[Decision, frozenset[Match]]:
     """The policy's decision for a primitive, and the user's rules that reach it.
 

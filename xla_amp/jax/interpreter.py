@@ -19,7 +19,7 @@ from xla_amp.common import events
 from xla_amp.common.types import Cast
 from xla_amp.jax import compat, rebind
 from xla_amp.jax.analyses.exact_reads import exact_values
-from xla_amp.jax.contraction_primitives import aten_product, contract_low, flops, result_axes, sums_nothing
+from xla_amp.jax.contraction_primitives import contract_low, described
 from xla_amp.jax.decisions import (
     F32,
     LOW_CASTS,
@@ -285,12 +285,11 @@ class Interpreter:
         kept = self.settings.as_written
         product = None
         if kind == "contraction":
-            product = aten_product(primitive, params, avals[0], avals[1])
+            product = described(primitive, params, avals[0], avals[1])
             kept = kept or self._kept(operands, eqn, after_gradients)
         path = self.path(eqn)
-        decision, reached = decide(policy, name_of(eqn), product, path)
-        unsummed = kind == "contraction" and sums_nothing(primitive, params, *avals[:2])
-        if unsummed and not kept and not decision.from_user:
+        decision, reached = decide(policy, name_of(eqn), product.aten if product else "", path)
+        if product and product.sums_nothing and not kept and not decision.from_user:
             kept = NOTHING_SUMMED
         told = ""
         if reached or path:
@@ -327,7 +326,7 @@ class Interpreter:
                 results = [self._converted(avals[0].dtype, operands[0], results[0])]
         if events.decided.listeners:
             given = arrays_of(operands)
-            cost = flops(primitive, params, given, outs) if kind == "contraction" else None
+            cost = product.flops(np.shape(outs[0])) if product else None
             place = where(self.outer, eqn)
             emit_decision(policy, primitive.name, decision, given, used, outs, place, kept, cost, told)
         return list(map(inside, outs)) if results is None else results
@@ -380,7 +379,7 @@ class Interpreter:
         result = contract_low(primitive, values, passed, params, low=low, out=out)
         if out != low:
             return values, Value(result)
-        axes = result_axes(primitive, params, used[0], used[1], (masters[0] is not None, masters[1] is not None))
+        axes = described(primitive, params, used[0], used[1]).axes((masters[0] is not None, masters[1] is not None))
         return values, Value(result, Facts(axes=axes))
 
     def _inside(

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeVar, TypeVarTuple, Unpack
 import numpy as np
 
 from xla_amp.jax import compat, rebind
-from xla_amp.jax.contraction_primitives import aten_product, sums_nothing
+from xla_amp.jax.contraction_primitives import described
 from xla_amp.jax.decisions import asked_precision, decide, dtype_of
 from xla_amp.jax.primitives import PrimitiveInfo, info, name_of
 from xla_amp.policy import Policy, beside_low
@@ -294,8 +294,9 @@ def runs_low(eqn: Any, policy: Policy) -> bool:
     primitive, params, avals = eqn.primitive, eqn.params, [atom.aval for atom in eqn.invars[:2]]
     if info(primitive.name).kind != "contraction":
         return decide(policy, name_of(eqn))[0].cast == "low"
-    decision, _ = decide(policy, primitive.name, aten_product(primitive, params, *avals))
-    summed = decision.from_user or not sums_nothing(primitive, params, *avals)
+    product = described(primitive, params, *avals)
+    decision, _ = decide(policy, primitive.name, product.aten)
+    summed = decision.from_user or not product.sums_nothing
     return summed and decision.cast in ("low", "low_fp32_out") and not asked_precision(eqn)
 
 

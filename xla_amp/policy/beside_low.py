@@ -77,25 +77,6 @@ def is_bias(axes: Axes, shape: Shape, product_axes: Axes, product_shape: Shape) 
     )
 
 
-def product_axes(
-    left: int, right: int, contracted: Sequence[int], batch: Sequence[int], weights: tuple[bool, bool]
-) -> Axes:
-    """`Axes` of a matrix product.
-
-    Args:
-        left: rank of the left operand; `right` of the right one.
-        contracted: its contracted axes.
-        batch: its batch axes.
-        weights: which of the operands are weights.
-    """
-    if not any(weights):
-        return ()
-    middle = left - len(contracted)
-    free = (range(len(batch), middle), range(middle, middle + right - len(contracted) - len(batch)))
-    pairs = zip(free, weights, strict=True)
-    return tuple(frozenset((*range(len(batch)), *axes) if is_one else ()) for axes, is_one in pairs)
-
-
 def axes_of_sum(terms: Sequence[Axes]) -> Axes:
     """`Axes` of a sum whose terms that are products have `terms`: it is a product to the next bias."""
     return tuple(a & b for a, b in zip(terms[0], terms[-1], strict=False)) if terms else ()

@@ -12,6 +12,7 @@ from xla_amp.policy import beside_low
 from xla_amp.policy.beside_low import Axes, Shape
 from xla_amp.policy.value_graph import settled
 from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, CastNode
 
 
@@ -71,28 +72,16 @@ def _union(several: Iterable[Axes]) -> Axes:
 
 def _as_product(node: CastNode, known: dict[int, Axes], given: dict[int, Axes]) -> Axes:
     if node.structure == "contraction":
-        return _of_contraction(node, given) if node.colour == "allow" else ()
+        found = sizes.contraction(node.operation)
+        if node.colour != "allow" or found is None or len(node.operands) != 2:
+            return ()
+        first, second = (each.slot in given for each in node.operands)
+        return found.axes((first, second))
     if node.adds:
         return beside_low.axes_of_sum([known[slot] for slot in node.inputs if slot in known])
     if node.moves and len(set(node.inputs)) == 1:
         return known.get(node.inputs[0], ()) if node.index is not None else _moved(node, known, weight=False)
     return ()
-
-
-def _of_contraction(node: CastNode, given: dict[int, Axes]) -> Axes:
-    operation, name = node.operation, node.operation.name.partition(".")[2]
-    if name in ("convolution", "dynamic_conv"):
-        numbers = ir.dialect().ConvDimensionNumbers(operation.attributes["dimension_numbers"])
-        return (frozenset({numbers.output_feature_dimension}),)
-    if name not in ("dot", "dot_general") or len(node.operands) != 2:
-        return ()
-    left, right = (len(_shape(each.value)) for each in node.operands)
-    contracted, batch = [left - 1], []
-    if name == "dot_general":
-        numbers = ir.dialect().DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
-        contracted, batch = list(numbers.lhs_contracting_dimensions), list(numbers.lhs_batching_dimensions)
-    first, second = (each.slot in given for each in node.operands)
-    return beside_low.product_axes(left, right, contracted, batch, (first, second))
 
 
 def _moved(node: CastNode, known: dict[int, Axes], *, weight: bool) -> Axes:

@@ -19,6 +19,7 @@ from xla_amp.policy.cast_dtypes import cast_dtypes
 from xla_amp.policy.op_catalog import WHILE_LOOP, meanings, same_as
 from xla_amp.policy.policy import Decision, Match, Policy
 from xla_amp.stablehlo import ir, locations
+from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.composites import CompositeMark, mark_of
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
 
@@ -212,7 +213,7 @@ class Classifier:
 
 
 _PRODUCTS: Final = ("dot_general",)
-"""Operations that `_product` narrows for the policy only: the table has one row, and reports show one name."""
+"""Operations that `_request` narrows for the policy only: the table has one row, and reports show one name."""
 
 
 def _colour(decision: Decision, default: Colour) -> Colour:
@@ -287,49 +288,16 @@ def _request(operation: Any) -> str:
     asks = "precision_config" in attributes and "HIGH" in str(attributes["precision_config"])
     if asks and _LOWERINGS not in locations.of(operation).text:
         return "requested"
-    product = _product(operation) if operation.name == "stablehlo.dot_general" else ""
-    return product if product == "outer" or not _sums_nothing(operation) else "unsummed"
+    found = sizes.contraction(operation)
+    if found is None:
+        return ""
+    if found.sums_nothing and found.aten != "outer":
+        return "unsummed"
+    return found.aten if operation.name == "stablehlo.dot_general" else ""
 
 
 _FLOATS: Final = ("f32", "bf16", "f16")
 """Element types in which a contraction that the policy decides gives its result."""
-
-
-def _sums_nothing(operation: Any) -> bool:
-    """Whether each element of a product's result is one product of two numbers, or empty."""
-    left, right = (ir.tensor_type(value.type) for value in operation.operands[:2])
-    if left is None or right is None:
-        return False
-    if operation.name == "stablehlo.convolution":
-        numbers = ir.dialect().ConvDimensionNumbers(operation.attributes["dimension_numbers"])
-        # An element of the result sums the features of one group over at most the smaller of image and window.
-        axes = zip(numbers.input_spatial_dimensions, numbers.kernel_spatial_dimensions, strict=True)
-        sizes = [right.shape[numbers.kernel_input_feature_dimension]]
-        sizes += (1 if left.shape[image] == 1 else right.shape[window] for image, window in axes)
-    elif operation.name == "stablehlo.dot_general":
-        contracted = ir.dialect().DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
-        sizes = [left.shape[axis] for axis in contracted.lhs_contracting_dimensions]
-    elif operation.name == "stablehlo.dot":
-        sizes = [left.shape[-1]]
-    else:
-        return False
-    return 0 in sizes or all(size == 1 for size in sizes)
-
-
-def _product(operation: Any) -> str:
-    """What a dot_general is that is no plain matrix product.
-
-    It has no contracted axis, no free one, or a batch axis.
-    """
-    numbers = ir.dialect().DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
-    contracted = len(numbers.lhs_contracting_dimensions)
-    if not contracted:
-        return "outer"
-    ranks = {len(kind.shape) for kind in map(ir.tensor_type, (value.type for value in operation.operands)) if kind}
-    batch = len(numbers.lhs_batching_dimensions)
-    if ranks == {contracted + batch}:
-        return "inner"
-    return "batched" if batch else ""
 
 
 _LOWERINGS: Final = "xla_amp/lowering/"

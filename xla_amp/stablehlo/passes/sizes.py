@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from xla_amp.common import compiling, costs, units
+from xla_amp.common import compiling, units
+from xla_amp.policy.contractions import Contraction
 from xla_amp.stablehlo import ir
 
 _PRECISION: Final = ("algorithm", "precision_config")
@@ -29,19 +30,27 @@ def shapes(operation: Any) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int
     return given, made
 
 
+def contraction(operation: Any) -> Contraction | None:
+    """A product or a convolution as all fronts ask of it; None for other operations."""
+    name, (left, right, *_) = short_name(operation), [*map(_sizes, operation.operands), (), ()]
+    if name in ("convolution", "dynamic_conv"):
+        numbers = ir.dialect().ConvDimensionNumbers(operation.attributes["dimension_numbers"])
+        axes = zip(numbers.input_spatial_dimensions, numbers.kernel_spatial_dimensions, strict=True)
+        features = numbers.kernel_output_feature_dimension, numbers.output_feature_dimension
+        return Contraction.convolution(left, right, numbers.kernel_input_feature_dimension, axes, features)
+    if name == "dot":
+        return Contraction.product(left, right, [len(left) - 1], [])
+    if name != "dot_general":
+        return None
+    numbers = ir.dialect().DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
+    contracted, batch = list(numbers.lhs_contracting_dimensions), list(numbers.lhs_batching_dimensions)
+    return Contraction.product(left, right, contracted, batch)
+
+
 def flops(operation: Any) -> int | None:
     """Multiplications and additions of a product or convolution; None for others, and where a size is dynamic."""
-    name = short_name(operation)
-    if name not in ("dot", "dot_general", "convolution"):
-        return None
-    (left, right), (result,) = ([_sizes(each) for each in ends] for ends in _ends(operation))
-    if name == "convolution":
-        numbers = ir.dialect().ConvDimensionNumbers(operation.attributes["dimension_numbers"])
-        return costs.convolution(right, result, numbers.kernel_output_feature_dimension)
-    if name == "dot":
-        return costs.product(left, result, [-1])
-    numbers = ir.dialect().DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
-    return costs.product(left, result, list(numbers.lhs_contracting_dimensions))
+    found = contraction(operation)
+    return None if found is None else found.flops(_sizes(operation.results[0]))
 
 
 def quick_options(module: ir.MlirModule) -> dict[str, bool | int]:
