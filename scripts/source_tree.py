@@ -42,6 +42,7 @@ LOADED_BY_NAME: Mapping[str, Mapping[str, str]] = {
         ("xla_amp.lazy", "xla_amp.backends.torch_xla"), "the engine is chosen when it is first used"
     ),
     "xla_amp.stablehlo.passes.autocast": {"xla_amp.tools.search.on_stablehlo": "sample inputs decide by a search"},
+    "xla_amp.stablehlo.passes.report": {"xla_amp.tools.inspect.conversion": "a report is shown as the command's page"},
 }
 
 # Third-party packages that a layer may load; layers not named here may load every dependency of the package.

@@ -151,7 +151,13 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         "input": common.shown(arguments.source),
         "output": _output(arguments),
         "format": kind,
-        "summary": converted.report.summary(),
+        "summary": {
+            "policy": converted.report.policy,
+            "low": converted.report.low,
+            "casts_inserted": converted.report.casts,
+            "casts_folded": converted.report.folded,
+            "functions_unconverted": converted.report.unconverted,
+        },
         "operations": converted.report.rows(),
         **({} if achieved is None else {"achieved_error": dataclasses.asdict(achieved)}),
     }

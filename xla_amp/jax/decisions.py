@@ -89,25 +89,9 @@ def resolve_settings(
         PolicyError: `policy` cannot be loaded, or `rules` are malformed.
         UnsupportedDtypeError: the policy does not offer this low dtype.
     """
-    for pattern, wanted in (rules or {}).items():
-        if wanted in LOW_CASTS and _is_never_low(pattern):
-            raise PolicyError(
-                f"autocast(rules={{{pattern!r}: {wanted!r}}}): JAX has {pattern} in float32 and wider dtypes only; "
-                "leave the rule out"
-            )
     chosen = default_name(jax.default_backend()) if policy in (None, policies.DEFAULT) else policy
     effective = policies.resolve(policies.load(chosen), rules)
     return Settings(policy=effective, low=_low_dtype(effective, dtype), residual=residual)
-
-
-def _is_never_low(pattern: str) -> bool:
-    """Whether all that a pattern reaches are primitives without a low form."""
-    reached = set(op_catalog.matching(pattern))
-    low: set[str] = set()
-    never: set[str] = set()
-    for name in op_catalog.catalogue().names["jaxpr"]:
-        (never if info(name).no_low else low).update(op_catalog.meanings("jaxpr", name))
-    return not reached.isdisjoint(never) and reached.isdisjoint(low)
 
 
 def _low_dtype(policy: Policy, dtype: Any) -> Any:

@@ -496,7 +496,7 @@ def test_report() -> None:
     dot = next(each for each in records if each.operation == "dot_general")
     assert (dot.cast, dot.given, dot.used, dot.policy) == ("low", ("float32",), ("bfloat16",), "tpu")
     assert "tpu.toml" in dot.origin
-    assert converted.report.summary()["casts_inserted"] == {"f32->bf16": 2}
+    assert converted.report.casts == {"f32->bf16": 2}
     assert "casts inserted  2 x f32->bf16" in str(converted.report)
     assert "dot_general" in str(converted.report)
 

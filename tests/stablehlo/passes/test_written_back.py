@@ -165,7 +165,6 @@ func.func private @several(%x: tensor<4x4xf32>) -> tensor<4x4xf32> {
 def test_functions_of_several_blocks_stay_and_are_named():
     converted = autocast(BLOCKS)
     assert converted.report.unconverted == ("several",)
-    assert converted.report.summary()["functions_unconverted"] == ["several"]
     assert "not converted   several: functions of several blocks" in str(converted.report)
     before, after = (text.partition("@several(%arg")[2] for text in (ir.text(ir.parse(BLOCKS)), converted.text()))
     assert before == after != ""

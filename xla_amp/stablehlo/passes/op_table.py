@@ -45,19 +45,19 @@ class OperationRow(NamedTuple):
 
     colour: Colour | Literal["fixed"]
     """``fixed`` is deny that no rule of the policy changes."""
-    structure: Structure
-    upstream: bool
-    builtin: bool
-    """Whether the built-in rules of a policy decide it, too."""
-    exact: bool
-    """Whether it tells apart what a low dtype makes equal."""
-    adds: bool
-    """Whether it adds two values."""
-    moves: bool
-    """Whether its result has the elements of its one operand."""
-    near_one: NearOne
-    """What it is to values near 1."""
     why: str
+    structure: Structure = "op"
+    upstream: bool = True
+    builtin: bool = True
+    """Whether the built-in rules of a policy decide it, too."""
+    exact: bool = False
+    """Whether it tells apart what a low dtype makes equal."""
+    adds: bool = False
+    """Whether it adds two values."""
+    moves: bool = False
+    """Whether its result has the elements of its one operand."""
+    near_one: NearOne = ""
+    """What it is to values near 1."""
 
 
 class OpClass(NamedTuple):
@@ -130,20 +130,10 @@ def table() -> OperationTable:
 
 
 def _row(entry: Mapping[str, Any]) -> OperationRow:
-    structure = entry.get("structure", "op")
-    if structure not in get_args(Structure) or entry["colour"] not in (*get_args(Colour), "fixed"):
-        raise PolicyError(f"{_TABLE}: unknown colour {entry['colour']!r} or structure {structure!r}")
-    return OperationRow(
-        entry["colour"],
-        structure,
-        entry.get("upstream", True),
-        entry.get("builtin", True),
-        entry.get("exact", False),
-        entry.get("adds", False),
-        entry.get("moves", False),
-        entry.get("near_one", ""),
-        entry["why"],
-    )
+    row = OperationRow(**{name: value for name, value in entry.items() if name != "operations"})
+    if row.structure not in get_args(Structure) or row.colour not in (*get_args(Colour), "fixed"):
+        raise PolicyError(f"{_TABLE}: unknown colour {row.colour!r} or structure {row.structure!r}")
+    return row
 
 
 class Classifier:

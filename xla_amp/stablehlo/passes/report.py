@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from xla_amp.common import events, units
 from xla_amp.common.events import DecisionRecord
-from xla_amp.common.tables import Table
 from xla_amp.common.types import LowDtype
 from xla_amp.stablehlo import ir, locations
 from xla_amp.stablehlo.passes import sizes
@@ -81,19 +79,6 @@ class ConversionReport:
     unconverted: tuple[str, ...] = ()
     """Functions of several blocks, which stay as they are."""
 
-    def summary(self) -> dict[str, Any]:
-        """Counts by colour and dtype, and the casts."""
-        by = Counter(f"{each.colour}:{each.after}" for each in self.operations)
-        return {
-            "policy": self.policy,
-            "low": self.low,
-            "operations": len(self.operations),
-            "by_colour": dict(sorted(by.items())),
-            "casts_inserted": dict(self.casts),
-            "casts_folded": self.folded,
-            "functions_unconverted": list(self.unconverted),
-        }
-
     def rows(self) -> list[dict[str, Any]]:
         """One flat dict for each decision: ``pandas.DataFrame(report.rows())``."""
         return [each.row() for each in self.operations]
@@ -112,31 +97,14 @@ class ConversionReport:
         }
 
     def __str__(self) -> str:
-        """The facts, and the table of decisions."""
-        width = max(map(len, self.facts()))
-        facts = "\n".join(f"{name.ljust(width)}  {fact}" for name, fact in self.facts().items())
-        return f"{facts}\n\n{self._table().text()}"
+        """The page of ``xla-amp convert``."""
+        from xla_amp.tools.inspect import conversion
 
-    def _table(self) -> Table:
-        """Decisions that are the same are one row, in order of first appearance."""
-        counts = Counter(
-            (each.operation.partition("#")[0], each.after, each.module, each.cast if each.origin else "", each.origin,
-             locations.Location(each.location).line, f"{each.colour}: {each.why}")
-            for each in self.operations
-        )  # fmt: skip
-        return Table(
-            columns=("operation", "count", "runs in", "module", "cast", "rule", "where", "why"),
-            rows=[(name, count, *cells) for (name, *cells), count in counts.items()],
-            optional=("cast", "rule"),
-        )
+        return conversion.page(self).text()
 
 
 def decisions(
-    propagation: Propagation,
-    policy: str,
-    low: LowDtype,
-    copies: Mapping[str, str],
-    paths: ModulePaths,
+    propagation: Propagation, policy: str, low: LowDtype, copies: Mapping[str, str], paths: ModulePaths
 ) -> Iterable[OperationDecision]:
     """The decisions, taken before the module changes.
 
@@ -152,12 +120,7 @@ def decisions(
 
 
 def _decision(
-    propagation: Propagation,
-    node: CastNode,
-    policy: str,
-    low: LowDtype,
-    function: str,
-    path: str,
+    propagation: Propagation, node: CastNode, policy: str, low: LowDtype, function: str, path: str
 ) -> OperationDecision:
     op_class = node.op_class
     decision = op_class.decision if op_class else None

@@ -58,7 +58,6 @@ class Rewriter:
         self.casts: Counter[str] = Counter()
         """``f32->bf16`` and ``bf16->f32``: how many were inserted."""
         self._cast: dict[tuple[Any, bool], Any] = {}
-        self._types: dict[tuple[Any, bool], Any] = {}
         self._replaced: list[Any] = []
         """Operations that may have no users left."""
 
@@ -95,11 +94,7 @@ class Rewriter:
 
     def type(self, value_type: Any, *, low: bool) -> Any:
         """The same type in the low dtype, or in float32."""
-        key = (value_type, low)
-        found = self._types.get(key)
-        if found is None:
-            found = self._types[key] = ir.with_element(value_type, self.low if low else self.wide)
-        return found
+        return ir.with_element(value_type, self.low if low else self.wide)
 
     def _round_result(self, node: CastNode) -> None:
         """Casts the first result of a node that computes in float32; its users read it low."""
