@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shlex
-import struct
 import subprocess
 import sys
-import termios
 import time
 from io import StringIO
 
@@ -54,49 +51,6 @@ def test_a_program_passes_through_a_pipe_and_the_report_goes_to_standard_error(f
     assert b"bf16" in done.stdout
 
 
-def in_a_terminal(folder, *arguments: str, columns: int = 80) -> str:
-    """What the program prints on a terminal with colours."""
-    controller, terminal = os.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    quiet = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "xla_amp", *arguments],
-        stdout=terminal,
-        stderr=subprocess.PIPE,
-        cwd=folder,
-        env=quiet | {"TERM": "xterm-256color", "XLA_AMP_PROGRESS": "off"},
-    )
-    os.close(terminal)
-    parts = []
-    with contextlib.suppress(OSError):  # Linux: the other end is closed
-        while part := os.read(controller, 4096):
-            parts.append(part)
-    os.close(controller)
-    assert process.stderr is not None
-    process.stderr.close()
-    assert process.wait() == 0
-    return b"".join(parts).decode().replace("\r\n", "\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        (("inspect", "net.mlir"), ("Contractions", "operands and result")),
-        (("convert", "net.mlir", "-o", "in_terminal.mlir"), ("before", "after", "result", "without the column")),
-        (("compare", "net.mlir", "net.mlir"), ("by one rounding", "error")),
-        (("policy", "show", "tpu"), ("(rule 1)", "(rule 2)", "operations", "why")),
-        (("doctor",), ("versions",)),
-    ],
-    ids=lambda value: value[0],
-)
-def test_text_fits_a_terminal_of_80_columns(folder, arguments, shown):
-    text = in_a_terminal(folder, *arguments)
-    assert [word for word in shown if word not in text] == []
-    assert "\\x1b" not in text
-    assert "\x1b" not in text
-    assert max(map(len, text.splitlines())) <= 80
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full, a device that is always full")
 @pytest.mark.parametrize("arguments", [("convert", "net.mlir", "-o", "-", "-q"), ("inspect", "net.mlir")])
 def test_a_full_output_is_one_line(folder, arguments):
@@ -111,6 +65,28 @@ def test_a_full_output_is_one_line(folder, arguments):
 def run(call_cli, folder, monkeypatch):
     monkeypatch.chdir(folder)
     return call_cli
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (("inspect", "net.mlir"), ("Contractions", "operands and result")),
+        (("convert", "net.mlir", "-o", "in_terminal.mlir"), ("before", "after", "result", "without the column")),
+        (("compare", "net.mlir", "net.mlir"), ("by one rounding", "error")),
+        (("policy", "show", "tpu"), ("(rule 1)", "(rule 2)", "operations", "why")),
+        (("doctor",), ("versions",)),
+    ],
+    ids=lambda value: value[0],
+)
+def test_text_fits_a_terminal_of_80_columns(run, monkeypatch, arguments, shown):
+    monkeypatch.setenv("COLUMNS", "80")
+    with contextlib.redirect_stdout(terminals.Terminal()) as out:
+        run(*arguments)
+    text = out.getvalue()
+    assert [word for word in shown if word not in text] == []
+    assert "\\x1b" not in text
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

@@ -97,18 +97,6 @@ def test_a_lost_gradient_is_reported(run, folder):
         assert run("convert", "net.jax_export", "-o", "low.jax_export")[1].count("left out: the VJP") == count
 
 
-def test_samples_keep_what_overflows(run, folder):
-    np.savez(folder / "large.npz", X * 1e6, W)
-    (folder / "square.mlir").write_text(jax.jit(lambda x, w: jnp.tanh(x @ w) @ w).lower(X, W).as_text())
-    base = ("convert", "square.mlir", "--policy", "gpu", "--dtype", "float16", "-o", "low.mlir")
-    products = []
-    for more in ((), ("--inputs", "samples.npz"), ("--inputs", "samples.npz", "--inputs", "large.npz")):
-        assert run(*base, *more)[0] == 0
-        found = inspection.inspect(io.load(folder / "low.mlir")).contractions
-        products.append(sum(count for (left, _, _), count in found.items() if left == "f16"))
-    assert products == [2, 2, 1]
-
-
 def test_inspect(run):
     status, out, err = run("inspect", "net.mlir")
     assert (status, err) == (0, "")
@@ -153,21 +141,6 @@ def test_the_report_of_a_conversion_has_cost_reason_and_line(run, monkeypatch):
     assert answer[0] == "  1 operation that the built-in rules keep in float32"
     assert answer[1].startswith("  - exponential: ")
     assert "allow: " in answer[1]
-
-
-def test_compare_names_the_results(run, folder):
-    def step(params, x):
-        gradient = jax.grad(lambda p: jnp.tanh(x @ p["w"]).sum() + p["b"].sum())(params)
-        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient), x.sum()
-
-    params = {"w": W, "b": X[0]}
-    (folder / "step.mlir").write_text(jax.jit(step).lower(params, X).as_text(debug_info=True))
-    run("convert", "step.mlir", "-o", "low_step.mlir")
-    status, out, _ = run("compare", "step.mlir", "low_step.mlir", "--json")
-    results = {row["name"]: row for row in json.loads(out)["outputs"]}
-    assert status == 0
-    assert set(results) == {"result[0]['w']", "result[0]['b']", "result[1]"}
-    assert results["result[0]['w']"]["error"]["relative"] < 1e-4
 
 
 def test_samples_in_bfloat16_fit_float32(run, folder):
@@ -243,35 +216,6 @@ def test_programs_that_cannot_be_converted_write_nothing(run, folder, line, mess
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert message in err
     assert not (folder / "out.mlir").exists()
-
-
-CYCLES = {
-    "a function that calls itself": """
-        func.func @main(%x: tensor<2x2xf32>) -> tensor<2x2xf32> {
-          %0 = stablehlo.dot %x, %x : (tensor<2x2xf32>, tensor<2x2xf32>) -> tensor<2x2xf32>
-          %1 = func.call @main(%0) : (tensor<2x2xf32>) -> tensor<2x2xf32>
-          return %1 : tensor<2x2xf32> }""",
-    "a loop that returns another loop's value": """
-        func.func @main(%x: tensor<f32>) -> tensor<f32> {
-          %0 = stablehlo.while(%a = %x) : tensor<f32>
-            cond { %c = stablehlo.constant dense<true> : tensor<i1> stablehlo.return %c : tensor<i1> }
-            do { stablehlo.return %0 : tensor<f32> }
-          return %0 : tensor<f32> }""",
-}
-
-
-@pytest.mark.parametrize("name", CYCLES)
-def test_cycles_are_told_or_left_alone(run, folder, name):
-    """MLIR allows recursive functions: they convert, and are rejected where calls must be inlined."""
-    (folder / "cycle.mlir").write_text(CYCLES[name])
-    status, out, err = run("convert", "cycle.mlir", "-o", "out.mlir")
-    if status == 0:
-        assert err == ""
-        io.load(folder / "out.mlir")
-    else:
-        assert (status, out, err.count("\n")) == (1, "", 1)
-        assert err.startswith("xla-amp: ")
-        assert not (folder / "out.mlir").exists()
 
 
 def test_an_interruption_is_no_traceback(run, folder):

@@ -183,7 +183,7 @@ def test_python_numbers_compile_nothing_new():
 
 
 def test_eager_calls_of_a_jit_function_are_traced_once():
-    traces, x = [], X + 0  # of the mesh around, if there is one, as all that is computed from it
+    traces, x = [], X
 
     @autocast
     @jax.jit

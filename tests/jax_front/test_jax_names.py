@@ -71,7 +71,7 @@ def equations(jaxpr):
 
 def open_products(function):
     """The products of a program that ask for nothing and sum something: the policy may make them low."""
-    jaxpr = jax.make_jaxpr(function)(MATRIX + 0).jaxpr  # of the mesh around, if there is one
+    jaxpr = jax.make_jaxpr(function)(MATRIX).jaxpr
     found = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"]
     left_open = [eqn for eqn in found if not request(eqn, np.dtype(jnp.bfloat16))]
     return [e for e in left_open if not described(e.primitive, e.params, *(a.aval for a in e.invars)).sums_nothing]

@@ -8,8 +8,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,41 +74,3 @@ def test_all_programs(program: str) -> None:
     """The others on all meshes, in one process, which computes the program in float32 once."""
     meshes = MESHES.get(program, _table("MESHES"))
     _check(*(f"{mesh}/{program}" for mesh in meshes if program not in QUICK.get(mesh, ())))
-
-
-FILES = {
-    "explicit": (
-        "autocast_functions exact_reads precision_report",
-        "autocast_contracts autocast_composition autocast_models contraction_primitives",
-        "jax_monitor jax_names jax_overflow loss_scale module_scopes",
-        "optax_wrapper parity_with_flax program_requests",
-    ),
-    "auto": ("autocast_contracts jax_overflow loss_scale",),
-    "mixed": ("autocast_contracts autocast_composition jax_overflow loss_scale",),
-}
-"""Mesh -> files that run on it, in a process for each text: all on explicit axes, a sample on the others."""
-OWN_PROCESSES = {"autocast_targets", "meshes"}
-"""Files whose programs run in processes or on devices that the mesh does not reach."""
-
-
-def test_every_file_runs_on_an_explicit_mesh() -> None:
-    files = {path.stem.removeprefix("test_") for path in SCRIPT.parent.glob("test_*.py")}
-    assert {name for group in FILES["explicit"] for name in group.split()} == files - OWN_PROCESSES
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("mesh", "names"), [(mesh, names) for mesh, groups in FILES.items() for names in groups])
-def test_files_of_this_folder(mesh: str, names: str) -> None:
-    """`conftest` enters the mesh for each test, and has what is left out, with reasons."""
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=280"),
-            *(SCRIPT.with_name(f"test_{name}.py") for name in names.split()),
-        ],
-        env={**os.environ, "JAX_FRONT_MESH": mesh},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert " passed" in run.stdout
