@@ -17,7 +17,7 @@ import pytest
 
 from xla_amp import cli
 from xla_amp.common import progress
-from xla_amp.stablehlo import io
+from xla_amp.stablehlo.program import parse
 
 X, W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
 TWO = """module {
@@ -47,7 +47,7 @@ def test_a_program_passes_through_a_pipe_and_the_report_goes_to_standard_error(f
     done = call(folder, "convert", "-", "-o", "-", given=source)
     assert done.returncode == 0
     assert done.stderr.startswith(b"standard input (text) -> standard output (text)\n"), "no notes of native libraries"
-    assert io.read(done.stdout).format == "text"
+    assert parse(done.stdout).format == "text"
     assert b"bf16" in done.stdout
 
 

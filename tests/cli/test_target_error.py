@@ -16,6 +16,7 @@ from jax import lax
 from xla_amp.common import units
 from xla_amp.errors import RuleWarning, TargetError
 from xla_amp.stablehlo import autocast, io
+from xla_amp.stablehlo.program import parse
 
 RNG = np.random.default_rng(0)
 X, W = (scale * RNG.standard_normal((16, 16)).astype(np.float32) for scale in (np.float32(1), np.float32(0.25)))
@@ -105,7 +106,7 @@ def test_a_target_error_needs_inputs(run):
 
 
 def lowered(function, *arguments):
-    return io.read(jax.jit(function).lower(*arguments).as_text().encode())
+    return parse(jax.jit(function).lower(*arguments).as_text().encode())
 
 
 def kept(converted) -> list[str]:

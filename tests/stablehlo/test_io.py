@@ -16,7 +16,7 @@ from jax import export
 from xla_amp.errors import FileError, ModuleError
 from xla_amp.stablehlo import execution, io, ir
 from xla_amp.stablehlo.passes.autocast import autocast
-from xla_amp.stablehlo.program import FORMATS, Format, Program, detect, dump
+from xla_amp.stablehlo.program import FORMATS, Format, Program, detect, dump, parse
 
 X, W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
 
@@ -64,7 +64,7 @@ def test_the_suffix_chooses_the_format(module, name, kind, tmp_path):
 
 
 def test_an_exported_program_is_called_from_jax_after_a_change():
-    program = io.read(exported_bytes())
+    program = parse(exported_bytes())
     assert program.exported.has_vjp()
     assert export.deserialize(bytearray(dump(program, "export"))).has_vjp()
     text = ir.text(program.module)
@@ -77,7 +77,7 @@ def test_an_exported_program_is_called_from_jax_after_a_change():
 
 
 def test_narrowed_arguments_of_an_exported_program_are_asked_for_in_the_low_dtype():
-    program = io.read(exported_bytes())
+    program = parse(exported_bytes())
     narrow = """func.func public @main(%x: tensor<4x8xf32>, %w: tensor<8x8xbf16>) -> (tensor<f32>, tensor<4x8xf32>) {
         %0 = stablehlo.convert %w : (tensor<8x8xbf16>) -> tensor<8x8xf32>
         %1 = stablehlo.dot_general %x, %0, contracting_dims = [1] x [0] : (tensor<4x8xf32>, tensor<8x8xf32>) -> tensor<4x8xf32>
@@ -90,7 +90,7 @@ def test_narrowed_arguments_of_an_exported_program_are_asked_for_in_the_low_dtyp
 
 
 def test_a_module_of_another_signature_is_refused():
-    program = io.read(exported_bytes())
+    program = parse(exported_bytes())
     other = ir.parse("func.func @main(%x: tensor<2xf32>) -> tensor<2xf32> { return %x : tensor<2xf32> }")
     with pytest.raises(ModuleError, match="2 arguments and 2 results around a module of 1 and 1"):
         program.with_module(other)
@@ -118,7 +118,7 @@ def test_what_jax_did_not_export_cannot_be_saved_as_such(module, tmp_path):
 )  # fmt: skip
 def test_damage_is_one_clear_error(data, message):
     with pytest.raises(ModuleError, match=message) as raised:
-        io.read(data, "bad")
+        parse(data, "bad")
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 1000
 
@@ -166,13 +166,13 @@ TEXT = "// caf\u00e9\n" + PLAIN
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1"])
 def test_text_of_another_encoding_is_one_clear_error(encoding):
     with pytest.raises(ModuleError, match=r"^program: neither MLIR text in UTF-8, MLIR bytecode") as raised:
-        io.read(TEXT.encode(encoding), "program")
+        parse(TEXT.encode(encoding), "program")
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 def test_text_in_utf_8_may_have_a_byte_order_mark(encoding):
-    assert io.read(TEXT.encode(encoding), "program").format == "text"
+    assert parse(TEXT.encode(encoding), "program").format == "text"
 
 
 DECLARED = """func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> {

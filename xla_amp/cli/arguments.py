@@ -52,10 +52,10 @@ def read(path: Path, function: str | None = None) -> Program:
         FileError: the file cannot be read.
         ModuleError: there is no program, or no such function.
     """
-    from xla_amp.stablehlo import io
+    from xla_amp.stablehlo import io, program
 
     if path == STANDARD:
-        return io.read(sys.stdin.buffer.read(), "standard input", function=function)
+        return program.parse(sys.stdin.buffer.read(), "standard input", function=function)
     return io.load(path, function=function)
 
 

@@ -335,16 +335,12 @@ def residual_additions(jaxpr: Any) -> frozenset[Any]:
     """Results of additions ``x + f(x)`` of two arrays of one shape, where a contraction in ``f`` depends on ``x``."""
     found = set()
     for index, node in enumerate(nodes(jaxpr)):
-        if node.row.adds and _of_one_shape(node.eqn):
-            (first, second), before = node.eqn.invars, nodes(jaxpr)[:index]
+        arrays = [each for each in compat.variables(node.eqn.invars) if node.row.adds and each.aval.ndim]
+        if len(arrays) == 2 and arrays[0].aval == arrays[1].aval:
+            (first, second), before = arrays, nodes(jaxpr)[:index]
             if second in _through_products(before, first) or first in _through_products(before, second):
                 found.update(node.eqn.outvars)
     return frozenset(found)
-
-
-def _of_one_shape(eqn: Any) -> bool:
-    variables = [variable for variable in compat.variables(eqn.invars) if variable.aval.ndim]
-    return len(variables) == 2 and variables[0].aval == variables[1].aval
 
 
 def residual_carries(jaxpr: Any, first: int, count: int) -> tuple[bool, ...]:

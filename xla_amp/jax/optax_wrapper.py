@@ -102,7 +102,9 @@ def skip_nonfinite(
         taken = on_all_devices(taken, axis_name)
         changes, inner_state = extended.update(updates, state.inner, params, **extra)
         skipped = (~taken).astype(jnp.int32)
-        return select(taken, changes, jax.tree.map(_zero_update, changes)), SkipNonfiniteState(
+        # -0.0 changes no number when it is added: 0.0 + -0.0 is 0.0, but -0.0 + 0.0 is 0.0.
+        none = jax.tree.map(lambda each: jnp.full_like(each, -0.0 if is_inexact(each) else 0), changes)
+        return select(taken, changes, none), SkipNonfiniteState(
             inner=select(taken, inner_state, state.inner),
             skipped=state.skipped + skipped,
             skipped_in_a_row=(state.skipped_in_a_row + skipped) * skipped,
@@ -111,8 +113,3 @@ def skip_nonfinite(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _zero_update(change: Any) -> Any:
-    """-0.0, which changes no number when it is added: 0.0 + -0.0 is 0.0, but -0.0 + 0.0 is 0.0."""
-    return jnp.full_like(change, -0.0) if is_inexact(change) else jnp.zeros_like(change)

@@ -5,13 +5,13 @@ counts is that the condition follows from a comparison of floats, directly or th
 iteration before, and that something low is on the way to these floats.  So loops that count stay low, and so does the
 generation of tokens, which ends by the index of a largest element.
 
-The fronts tell what the values inside of a loop follow from; the functions of these decide.
+The fronts tell what the values of a program follow from; `LoopGraph` decides.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from xla_amp.policy.value_graph import reached
@@ -19,27 +19,38 @@ from xla_amp.policy.value_graph import reached
 _Value = TypeVar("_Value", bound=Hashable)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoopValues(Generic[_Value]):
-    """The values inside of a loop, also in the functions that it calls."""
+class LoopGraph(Generic[_Value]):
+    """What the values of a program follow from, in any iteration and any call.
 
-    sources: Callable[[_Value], Sequence[_Value]]
-    """What a value follows from, in any iteration; nothing for one that is defined outside."""
-    is_float: Callable[[_Value], bool]
-    compares: Callable[[_Value], bool]
-    """Whether an operation made the value by comparing or counting what it follows from."""
-    is_low: Callable[[_Value], bool]
-    """Whether an operation that may run low makes it inside of the loop."""
+    A question about a loop names the values `inside` of it, also of the functions that it calls; None for all.
+    """
 
-    def compared(self, value: _Value) -> list[_Value]:
-        """The floats whose comparison a value is."""
-        return list(filter(self.is_float, self.sources(value))) if self.compares(value) else []
+    def __init__(self, is_float: Callable[[_Value], bool]) -> None:
+        self.is_float = is_float
+        self.sources: defaultdict[_Value, list[_Value]] = defaultdict(list)
+        self.comparisons: set[_Value] = set()
+        """Booleans and integers that are made by comparing or counting what they follow from."""
+        self.low: set[_Value] = set()
+        """What an operation that may run low gives."""
 
-    def deciding(self, condition: Iterable[_Value]) -> list[_Value]:
-        """The floats that are compared on the way to a loop's condition, through booleans and integers."""
-        logic = reached(condition, lambda value: [each for each in self.sources(value) if not self.is_float(each)])
-        return [each for value in logic for each in self.compared(value)]
+    def _sources(self, value: _Value, inside: Container[_Value] | None) -> Sequence[_Value]:
+        return self.sources.get(value, ()) if inside is None or value in inside else ()
 
-    def follow_low(self, values: Iterable[_Value]) -> bool:
-        """Whether something low is on the way to one of some values."""
-        return any(map(self.is_low, reached(values, self.sources)))
+    def compared(self, values: Iterable[_Value], inside: Container[_Value] | None = None) -> list[_Value]:
+        """The floats whose comparisons some values are."""
+        made = (value for value in values if value in self.comparisons)
+        return [each for value in made for each in self._sources(value, inside) if self.is_float(each)]
+
+    def follow_low(
+        self, values: Iterable[_Value], inside: Container[_Value] | None = None, kept: Container[_Value] = ()
+    ) -> bool:
+        """Whether something low, of which nothing is `kept`, is on the way to one of some values."""
+        found = reached(values, lambda value: self._sources(value, inside)) & self.low
+        return any((inside is None or value in inside) and value not in kept for value in found)
+
+    def ends_by_floats(
+        self, condition: Iterable[_Value], inside: Container[_Value] | None = None, kept: Container[_Value] = ()
+    ) -> bool:
+        """Whether floats that `follow_low` are compared on the way to a condition, through booleans and integers."""
+        logic = reached(condition, lambda value: [v for v in self._sources(value, inside) if not self.is_float(v)])
+        return self.follow_low(self.compared(logic, inside), inside, kept)

@@ -73,12 +73,7 @@ def refined(module: ir.MlirModule, arguments: Sequence[Any]) -> ir.MlirModule:
         except (ModuleError, jax.errors.JaxRuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise ModuleError(f"the samples' shapes do not determine the program's: {reason}") from None
-    return ir.parse(data, "the program of the samples' shapes")
-
-
-def _has_quantized(module: ir.MlirModule) -> bool:
-    made = (result for operation in ir.operations(module.operation) for result in operation.results)
-    return any(map(ir.is_quantized, (*surgery.arguments(ir.entry(module)), *made)))
+    return ir.parse(data)
 
 
 def compile_module(module: ir.MlirModule, device: Any = None, options: Mapping[str, bool | int] | None = None) -> Any:
@@ -99,7 +94,8 @@ def compile_module(module: ir.MlirModule, device: Any = None, options: Mapping[s
     placed = xla_client.DeviceList((device,))
     # Every version of jaxlib accepts bytecode; not every one accepts a module of another context.
     data = ir.bytecode(runnable(module))
-    if ir.QUANTIZED.encode() in data and _has_quantized(module):
+    made = (result for operation in ir.operations(module.operation) for result in operation.results)
+    if b"quant" in data and any(map(ir.is_quantized, (*surgery.arguments(ir.entry(module)), *made))):
         raise ModuleError("XLA cannot run quantized types (!quant.uniform); they can be read and converted only")
     if missing := ir.without_body(module):
         raise ModuleError(f"XLA cannot run @{missing[0]}, a function that is declared without a body")

@@ -36,18 +36,7 @@ def load(path: str | os.PathLike[str], *, function: str | None = None) -> Progra
         data = Path(path).read_bytes()
     except OSError as error:
         raise FileError(f"reading {os.fspath(path)}: {error.strerror or error}") from None
-    return read(data, os.fspath(path), function=function)
-
-
-def read(data: bytes, name: str = "module", *, function: str | None = None) -> Program:
-    """The program in bytes of any `Format`; `name` opens messages, `function` is as for `load`.
-
-    Raises:
-        ModuleError: the bytes do not hold a program, or no such function.
-    """
-    if not data.strip():
-        raise ModuleError(f"{name}: empty; expected a StableHLO module")
-    return parse(data, name, function)
+    return parse(data, os.fspath(path), function=function)
 
 
 def save(program: Program | ir.MlirModule, path: str | os.PathLike[str], format: Format | None = None) -> Format:

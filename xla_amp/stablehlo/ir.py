@@ -67,11 +67,11 @@ def is_artifact(data: bytes) -> bool:
     return data.startswith(BYTECODE_MAGIC) and _ARTIFACT_PRODUCER in data[:_PRODUCER_WITHIN]
 
 
-def parse(source: str | bytes, name: str = "module") -> MlirModule:
+def parse(source: str | bytes) -> MlirModule:
     """A module from MLIR text, MLIR bytecode or a portable artifact, verified, in a new context.
 
     Raises:
-        ModuleError: another format, or not a valid module; `name` opens the message.
+        ModuleError: another format, or not a valid module.
     """
     ir = mlir()
     context = new_context()
@@ -82,20 +82,19 @@ def parse(source: str | bytes, name: str = "module") -> MlirModule:
             else:
                 module = ir.Module.parse(source, context)
         except (ir.MLIRError, ValueError, MemoryError) as error:
-            raise ModuleError(f"{name}: not a StableHLO module: {_first_line(error, problems)}") from None
+            raise ModuleError(f"not a StableHLO module: {_first_line(error, problems)}") from None
     if _ELIDED in (source.encode() if isinstance(source, str) else source):
         raise ModuleError(
-            f"{name}: its large constants were left out when it was printed (__elided__); print it with them, or write "
-            "bytecode"
+            "its large constants were left out when it was printed (__elided__); print it with them, or write bytecode"
         )
     try:
         circle = _recursive(module)
     except (RuntimeError, UnicodeDecodeError) as error:
         if "conversion error" not in str(error) and not isinstance(error, UnicodeDecodeError):
             raise
-        raise ModuleError(f"{name}: a name in it is not UTF-8, which Python cannot read; rename it") from None
+        raise ModuleError("a name in it is not UTF-8, which Python cannot read; rename it") from None
     if circle:
-        raise ModuleError(f"{name}: functions that call themselves, which XLA does not run: {' -> '.join(circle)}")
+        raise ModuleError(f"functions that call themselves, which XLA does not run: {' -> '.join(circle)}")
     return module
 
 
@@ -396,12 +395,9 @@ def run_passes(module: MlirModule, passes: str) -> None:
             raise ModuleError(_first_line("" if problems else error, problems)) from None
 
 
-QUANTIZED: Final = "quant"
-
-
 def is_quantized(value: Any) -> bool:
     """Whether a value has quantized elements, at which XLA:CPU ends the process."""
-    return f"!{QUANTIZED}." in str(value.type)
+    return "!quant." in str(value.type)
 
 
 def without_body(module: MlirModule) -> list[str]:

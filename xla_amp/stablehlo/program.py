@@ -59,36 +59,29 @@ def detect(data: bytes) -> Format:
     return "export" if b"\0" in data else "text"
 
 
-def parse(data: bytes, name: str, function: str | None = None) -> Program:
+def parse(data: bytes, name: str = "module", *, function: str | None = None) -> Program:
     """The program in bytes of any `Format`; damaged bytecode can abort the process, as it aborts MLIR's own tools.
 
     `function`: name of the public function to run, for a module that has several, or one that is not to be ``main``.
 
     Raises:
-        ModuleError: the bytes do not hold a program; `name` opens the message.
+        ModuleError: the bytes do not hold a program, or no such function; `name` opens the message.
     """
-    kind = detect(data)
-    if kind == "export":
-        exported = _deserialized(data, name)
-        module = ir.parse(exported.mlir_module_serialized, name)
-        try:
-            program = Program(module=module, format=kind, exported=_replaced(exported, module, keep_vjp=True))
-        except ModuleError as error:
-            raise ModuleError(f"{name}: {error}") from None
-        return _entered(program, name, function)
-    text = data.decode("utf-8-sig") if kind == "text" else data
-    return _entered(Program(module=ir.parse(text, name), format=kind), name, function)
-
-
-def _entered(program: Program, name: str, function: str | None) -> Program:
-    """`program`, whose entry is `function`, or the one that it has."""
     try:
+        if not data.strip():
+            raise ModuleError("empty; expected a StableHLO module")
+        kind = detect(data)
+        exported = _deserialized(data) if kind == "export" else None
+        text = data.decode("utf-8-sig") if kind == "text" else data
+        module = ir.parse(text if exported is None else exported.mlir_module_serialized)
+        if exported is not None:
+            exported = _replaced(exported, module, keep_vjp=True)
         if function is not None:
-            ir.choose_entry(program.module, function)
-        ir.entry(program.module)
+            ir.choose_entry(module, function)
+        ir.entry(module)
     except ModuleError as error:
         raise ModuleError(f"{name}: {error}") from None
-    return program
+    return Program(module=module, format=kind, exported=exported)
 
 
 def dump(program: Program, format: Format) -> bytes:
@@ -103,8 +96,8 @@ def dump(program: Program, format: Format) -> bytes:
     return bytes(program.exported.serialize(vjp_order=int(program.has_vjp)))
 
 
-def _deserialized(data: bytes, name: str) -> Any:
-    what = f"{name}: neither MLIR text in UTF-8, MLIR bytecode nor a portable artifact"
+def _deserialized(data: bytes) -> Any:
+    what = "neither MLIR text in UTF-8, MLIR bytecode nor a portable artifact"
     from jax import export
 
     if importlib.util.find_spec("flatbuffers") is None:

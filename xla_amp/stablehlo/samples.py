@@ -40,11 +40,8 @@ def _random(generator: np.random.Generator, kind: ir.TensorType | None, index: i
         return (generator.standard_normal(shape) + 1j * generator.standard_normal(shape)).astype(dtype)
     if kind.element.lstrip("u").startswith("i"):
         return generator.integers(0, 2, shape).astype(dtype)
-    return (generator.standard_normal(shape) * _deviation(shape)).astype(dtype)
-
-
-def _deviation(shape: Sequence[int]) -> float:
-    return 1 / max(1, shape[-2]) ** 0.5 if len(shape) > 1 else 1.0
+    deviation = 1 / max(1, shape[-2]) ** 0.5 if len(shape) > 1 else 1.0
+    return (generator.standard_normal(shape) * deviation).astype(dtype)
 
 
 def read_samples(path: str | os.PathLike[str]) -> list[np.ndarray[Any, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import numpy as np
 from xla_amp.jax import compat
 from xla_amp.jax.jaxpr_analysis import Node, inside_of, nodes, per_jaxpr, runs_low
 from xla_amp.policy import Policy
-from xla_amp.policy.loop_ends import LoopValues
+from xla_amp.policy.loop_ends import LoopGraph
 
 
 def ends_by_floats(eqn: Any, policy: Policy) -> bool:
@@ -29,13 +28,7 @@ def _ends_by_floats(body: Any, condition: Any, policy: Policy) -> bool:
         for value, held in zip(reversed(jaxpr.invars), reversed(body.outvars), strict=False):
             if not isinstance(held, compat.Literal):
                 inside.sources[value].append(held)  # of the iteration before
-    values = LoopValues(
-        sources=lambda value: inside.sources.get(value, ()),
-        is_float=_is_float,
-        compares=inside.comparisons.__contains__,
-        is_low=inside.low.__contains__,
-    )
-    return values.follow_low(values.deciding(compat.variables(condition.outvars)))
+    return inside.ends_by_floats(compat.variables(condition.outvars))
 
 
 @per_jaxpr
@@ -53,16 +46,12 @@ def _is_float(atom: Any) -> bool:
     return bool(jnp.issubdtype(getattr(atom.aval, "dtype", np.bool_), jnp.inexact))
 
 
-class _Values:
-    """What the values of jaxprs follow from; what is passed to a jaxpr from several places is one value there."""
+class _Values(LoopGraph[Any]):
+    """The values of jaxprs; what is passed to a jaxpr from several places is one value there."""
 
     def __init__(self, policy: Policy) -> None:
+        super().__init__(_is_float)
         self._policy = policy
-        self.sources: defaultdict[Any, list[Any]] = defaultdict(list)
-        self.comparisons: set[Any] = set()
-        """Booleans and integers that are made from floats."""
-        self.low: set[Any] = set()
-        """What an operation that the policy makes low gives."""
         self._seen: set[tuple[Any, bool]] = set()
 
     def add(self, jaxpr: Any, low: bool) -> None:

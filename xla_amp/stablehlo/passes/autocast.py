@@ -24,7 +24,7 @@ from xla_amp.stablehlo.passes.op_table import Classifier
 from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.stablehlo.passes.report import Achieved, ConversionReport, decisions, emit_events
 from xla_amp.stablehlo.passes.rewriter import Rewriter, fold_casts
-from xla_amp.stablehlo.program import Program
+from xla_amp.stablehlo.program import Program, parse
 
 _ELEMENTS: Final[Mapping[LowDtype, str]] = {"bfloat16": "bf16", "float16": "f16"}
 
@@ -227,7 +227,7 @@ def as_program(module: Any) -> Program:
     if isinstance(module, ir.mlir().Module):
         return Program(module=module, format="bytecode")
     if isinstance(module, bytes | bytearray | memoryview):
-        return io.read(bytes(module))
+        return parse(bytes(module))
     if isinstance(module, str) and "\n" in module:
         return Program(module=ir.parse(module), format="text")
     if isinstance(module, str | os.PathLike):
@@ -236,7 +236,7 @@ def as_program(module: Any) -> Program:
         return Program(module=ir.copy(module.compiler_ir("stablehlo")), format="bytecode")
     module = getattr(module, "exported", module)  # xla_amp.export
     if hasattr(module, "mlir_module_serialized"):
-        parsed = ir.parse(module.mlir_module_serialized, module.fun_name)
+        parsed = ir.parse(module.mlir_module_serialized)
         return Program(module=parsed, format="export", exported=module)
     raise ModuleError(
         f"autocast() expects MLIR text or bytes, a path, a module, jax.jit(f).lower(...) or a jax.export program, got "

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from xla_amp.policy import beside_low
@@ -61,13 +61,9 @@ def _as_weight(_: int, node: CastNode, known: dict[int, Axes]) -> Axes:
     if not node.inputs:
         return (frozenset(range(len(_shape(node.writes[0])))),)
     if node.index is not None:  # a value that is passed on from several places varies as each of them
-        return _union(known.get(slot, ()) for slot in node.inputs)
+        axes = [known[slot][0] for slot in node.inputs if known.get(slot)]
+        return (frozenset[int]().union(*axes),) if axes else ()
     return _moved(node, known, weight=True)
-
-
-def _union(several: Iterable[Axes]) -> Axes:
-    axes = [each[0] for each in several if each]
-    return (frozenset[int]().union(*axes),) if axes else ()
 
 
 def _as_product(node: CastNode, known: dict[int, Axes], given: dict[int, Axes]) -> Axes:

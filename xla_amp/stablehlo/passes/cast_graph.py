@@ -302,13 +302,10 @@ class CastGraph:
                     if len(inner.regions) or any(operand not in inside for operand in inner.operands):
                         return False
                     treated = self.classifier.classify(inner) if len(inner.results) else None
-                    if treated and treated.colour == "deny" and any(map(self._touches, inner.results)):
+                    if treated and treated.colour == "deny" and "wide" in map(self.kind, inner.results):
                         return False
                     inside.update(inner.results)
         return True
-
-    def _touches(self, value: Any) -> bool:
-        return self.kind(value) == "wide"
 
     def _opaque(self, operation: Any, op_class: OpClass, *, in_opaque: bool = False) -> None:
         node = self._op(operation, op_class)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from xla_amp.policy.loop_ends import LoopValues
+from xla_amp.policy.loop_ends import LoopGraph
 from xla_amp.stablehlo import ir, surgery
 from xla_amp.stablehlo.passes.op_table import Classifier
 
@@ -15,36 +14,39 @@ from xla_amp.stablehlo.passes.op_table import Classifier
 def kept_values(module: Any, classifier: Classifier) -> set[Any]:
     """The values inside of loops whose contents stay float32, also in functions that are called there."""
     loops = [each for each in ir.operations(module.operation) if classifier.classify(each).structure == "loop"]
-    graph, kept, others = _Sources(module if loops else None, classifier), set[Any](), list[set[Any]]()
+    graph, kept, others = _Values(module if loops else None, classifier), set[Any](), list[set[Any]]()
     for loop in reversed(loops):  # inner loops before those around them
         inside = graph.inside(loop)
         rule = classifier.classify(loop).decision
-        values = graph.values(inside, kept)
-        deciding = values.deciding(surgery.terminator(loop.regions[0].blocks[0]).operands)
-        if values.follow_low(deciding) if rule is None else rule.cast == "fp32":
+        condition = surgery.terminator(loop.regions[0].blocks[0]).operands
+        if graph.ends_by_floats(condition, inside, kept) if rule is None else rule.cast == "fp32":
             kept |= inside
         elif rule is None:
             others.append(inside)
     # A backward pass computes the steps of such a loop again, in a loop that counts them.
     for inside in others if kept else ():
-        values = graph.values(inside, kept)
-        if values.follow_low(each for value in inside - kept for each in values.compared(value)):
+        if graph.follow_low(graph.compared(inside - kept, inside), inside, kept):
             kept |= inside
     return kept
 
 
-class _Sources:
-    """What the values of a module follow from, in any iteration and any call."""
+class _Values(LoopGraph[Any]):
+    """The values of a module."""
 
     def __init__(self, module: Any, classifier: Classifier) -> None:
+        super().__init__(lambda value: ir.element(value).startswith(("f", "bf")))
         self._classifier = classifier
         self._functions = {} if module is None else ir.functions(module)
-        self._sources: defaultdict[Any, list[Any]] = defaultdict(list)
         for operation in () if module is None else ir.operations(module.operation):
             self._add(operation)
 
     def _add(self, operation: Any) -> None:
-        structure, operands = self._classifier.classify(operation).structure, list(operation.operands)
+        treated, operands = self._classifier.classify(operation), list(operation.operands)
+        structure = treated.structure
+        if treated.exact:
+            self.comparisons.update(v for v in operation.results if structure == "cast" or ir.element(v) == "i1")
+        if treated.colour == "allow":
+            self.low.update(operation.results)
         blocks = [region.blocks[0] for region in operation.regions if len(region.blocks) == 1]
         if structure == "call":
             callee = self._functions.get(surgery.callees(operation)[0])
@@ -67,7 +69,7 @@ class _Sources:
 
     def _hold(self, values: Iterable[Any], sources: Iterable[Iterable[Any]]) -> None:
         for value, held in zip(values, sources, strict=True):
-            self._sources[value].extend(held)
+            self.sources[value].extend(held)
 
     def inside(self, loop: Any) -> set[Any]:
         """All values that are defined in a loop and in the functions that it calls."""
@@ -80,24 +82,3 @@ class _Sources:
                 found.update(operation.results)
                 found.update(surgery.arguments(operation))
         return found
-
-    def values(self, inside: set[Any], kept: set[Any]) -> LoopValues[Any]:
-        """The values `inside` of a loop; `kept` stay float32 anyway."""
-
-        def sources(value: Any) -> Sequence[Any]:
-            return self._sources[value] if value in inside else ()
-
-        def is_low(value: Any) -> bool:
-            maker = surgery.producer(value) if value in inside and value not in kept else None
-            return maker is not None and self._classifier.classify(maker).colour == "allow"
-
-        return LoopValues(sources=sources, is_float=_is_float, compares=self._compares, is_low=is_low)
-
-    def _compares(self, value: Any) -> bool:
-        maker = surgery.producer(value)
-        treated = None if maker is None else self._classifier.classify(maker)
-        return bool(treated and treated.exact and (treated.structure == "cast" or ir.element(value) == "i1"))
-
-
-def _is_float(value: Any) -> bool:
-    return ir.element(value).startswith(("f", "bf"))

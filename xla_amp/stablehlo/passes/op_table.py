@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from xla_amp.common.types import Cast
@@ -294,21 +294,11 @@ _LOWERINGS: Final = "xla_amp/lowering/"
 """Part of the locations in programs exported from torch, whose products all have torch's default precision."""
 
 
-def _target(operation: Any) -> str:
-    target: str = operation.attributes["call_target_name"].value
-    return target
-
-
-def _square(operation: Any) -> str:
-    left, right = operation.operands
-    return "square" if left == right else ""
-
-
-_NARROW: Final = {
+_NARROW: Final[Mapping[str, Callable[[Any], str]]] = {
     "body": _body,
     "complex": _complex,
     "request": _request,
     "source": _source,
-    "square": _square,
-    "target": _target,
+    "square": lambda operation: "square" if operation.operands[0] == operation.operands[1] else "",
+    "target": lambda operation: operation.attributes["call_target_name"].value,
 }

@@ -89,10 +89,15 @@ class Propagation:
 
     def _run(self) -> None:
         self._constants()
-        allowed = [number for number, node in enumerate(self.nodes) if self._may_allow(node)]
+        allowed = [
+            number
+            for number, node in enumerate(self.nodes)
+            if node.colour == "allow" and not (node.opaque or node.keep_reason)
+        ]
+        for node in self.nodes:
+            node.low = node.narrows
         for number in allowed:
             self.nodes[number].low = True
-        self._narrowing()
         self._near_one()
         self._deny_forward()
         self._running_sums()
@@ -118,16 +123,6 @@ class Propagation:
         if node.boundary:
             return not (self.keep_io or node.low or node.opaque)
         return not (node.low or node.keep_reason or node.opaque) and node.colour in _UNDECIDED
-
-    def _may_allow(self, node: CastNode) -> bool:
-        if node.colour != "allow" or node.opaque:
-            return False
-        return not node.keep_reason
-
-    def _narrowing(self) -> None:
-        for node in self.nodes:
-            if node.narrows:
-                node.low = True
 
     # Phase 0: constants.
 
@@ -187,17 +182,15 @@ class Propagation:
         sources += [n for n, node in enumerate(self.nodes) if node.keep_reason and node.structure != "constant"]
         reached = self._reach(sources, forward=True)
         # Deny a clear node only if it leads from a deny node to a deny or infer node.
-        ends = [n for n in range(len(self.nodes)) if self._denies(n, reached)]
+        ends = [
+            n for n, node in enumerate(self.nodes) if node.colour == "deny" or (node.colour in _ROUNDS and n in reached)
+        ]
         before = self._reach(ends, forward=False, through=("clear",))
         for number in reached:
             node = self.nodes[number]
             if self._free(node) and (node.colour in _ROUNDS or number in before):
                 node.keep_reason = "follows an operation that stays float32"
                 node.why = node.why if _sums_nothing(node) else node.keep_reason
-
-    def _denies(self, number: int, reached: set[int]) -> bool:
-        node = self.nodes[number]
-        return node.colour == "deny" or (node.colour in _ROUNDS and number in reached)
 
     def _reach(self, sources: Iterable[int], *, forward: bool, through: tuple[str, ...] = _UNDECIDED) -> set[int]:
         """Free nodes reachable from `sources` forward (backward) through free nodes of the colours `through`."""
@@ -277,16 +270,17 @@ class Propagation:
         chosen = {
             n for n, node in enumerate(self.nodes) if node.upstream and node.colour == "clear" and self._free(node)
         }
-        chosen = settled(chosen, self._all_users_low, self.graph.before)
+
+        def all_users_low(number: int, left: set[int]) -> bool:
+            users = self.graph.after(number)
+            return bool(users) and all(self.nodes[user].low or user in left for user in users)
+
+        chosen = settled(chosen, all_users_low, self.graph.before)
         # A loop without outside readers would justify itself.
         rooted = self._reach((n for n, node in enumerate(self.nodes) if node.low), forward=False, through=("clear",))
         for number in chosen & rooted:
             node = self.nodes[number]
             node.low, node.why = True, "only low operations read it"
-
-    def _all_users_low(self, number: int, chosen: set[int]) -> bool:
-        users = self.graph.after(number)
-        return bool(users) and all(self.nodes[user].low or user in chosen for user in users)
 
     # Phase 6.
 

@@ -33,20 +33,6 @@ class OperationDecision(DecisionRecord):
     aten: str
     """ATen operation whose rule decided; empty if none corresponds."""
 
-    def row(self) -> dict[str, Any]:
-        """The record as flat data."""
-        names = ("operation", "function", "module", "location", "colour", "why", "cast", "layer", "product", "aten")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "before": self.before,
-            "after": self.after,
-            "result": ", ".join(self.result),
-            "shapes": units.shapes(self.shapes, self.result_shapes),
-            "origin": self.origin,
-            "flops": self.flops,
-            "bytes": self.bytes or 0,
-        }
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Achieved:
@@ -81,7 +67,15 @@ class ConversionReport:
 
     def rows(self) -> list[dict[str, Any]]:
         """One flat dict for each decision: ``pandas.DataFrame(report.rows())``."""
-        return [each.row() for each in self.operations]
+        same = (
+            "operation", "function", "module", "location", "colour", "why", "cast", "layer", "product", "aten",
+            "before", "after", "origin", "flops", "bytes",
+        )  # fmt: skip
+        return [
+            {name: getattr(each, name) for name in same}
+            | {"result": ", ".join(each.result), "shapes": units.shapes(each.shapes, each.result_shapes)}
+            for each in self.operations
+        ]
 
     def facts(self) -> dict[str, str]:
         """Policy and casts as text."""
