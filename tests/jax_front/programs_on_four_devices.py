@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, auto_axes, explicit_axes, reshard
 from jax.sharding import PartitionSpec as P
 
-from xla_amp import hardware
+from xla_amp import hardware, stablehlo
 from xla_amp.jax import LossScale, autocast, monitor, skip_nonfinite, statistics, value_and_grad
 
 E, A = AxisType.Explicit, AxisType.Auto
@@ -238,8 +238,15 @@ def compare(program, mesh):
     with jax.set_mesh(mesh):
         args = arguments(mesh)
         plain = jax.jit(both(function, lambda f: f, False))(*args)
-        for way, derivative in (("around the function", False), ("around the gradient", True)):
-            lowered = jax.jit(both(function, autocast, derivative)).lower(*args)
+        ways = {
+            "around the function": both(function, autocast, False),
+            "around the gradient": both(function, autocast, True),
+        }
+        if program == "block":
+            exported = jax.export.export(jax.jit(both(function, lambda f: f, False)))(*args)
+            ways["as StableHLO"] = stablehlo.autocast(exported).program.exported.call
+        for way, run in ways.items():
+            lowered = jax.jit(run).lower(*args)
             got = lowered.compile()(*args)
             pairs = [*zip(jax.tree.leaves(got), jax.tree.leaves(plain), strict=True)]
             moved = [

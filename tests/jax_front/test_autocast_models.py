@@ -13,7 +13,6 @@ import pytest
 from contractions import contractions, contractions_of
 from flax import linen, nnx
 from flax.errors import TraceContextError
-from jax_autocast import Transformer
 
 from xla_amp.jax import autocast
 
@@ -68,26 +67,6 @@ def compare(loss, weights, *data, loss_tolerance, least_cosine):
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
     assert 0 < abs(float(value - expected)) <= loss_tolerance * abs(float(expected))
     assert least_cosine <= cosine(gradients, expected_gradients) < 1 - 1e-9
-
-
-def tokens(words=100, rows=2, length=16):
-    return jax.random.randint(jax.random.key(0), (rows, length), 0, words)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("platform", "most"), [("cpu", 1.45), ("tpu", 1.0)])
-def test_the_text_of_a_program_grows_little(platform, most):
-    model, words = Transformer(layers=8), tokens()
-    weights = jax.eval_shape(model.init, jax.random.key(1), words)
-
-    def loss(weights):
-        return cross_entropy(model.apply(weights, words[:, :-1]), words[:, 1:])
-
-    def length(function):
-        return len(jax.jit(function).trace(weights).lower(lowering_platforms=(platform,)).as_text())
-
-    mixed = jax.value_and_grad(autocast(loss, policy="tpu"))
-    assert length(mixed) <= most * length(jax.value_and_grad(loss))
 
 
 def test_haiku():

@@ -315,20 +315,6 @@ def test_a_sigmoid_that_no_logarithm_reads_is_low():
     assert "f32[4,8] = logistic" not in text
 
 
-def test_other_bounds_and_masks_follow_the_product():
-    def functions(x, w):
-        h = x @ w
-        yield jnp.clip(h, -0.1, 6.0)
-        yield jnp.where(x > 0, h, -1e9)
-        yield lax.select(x > 0, h, jnp.zeros_like(h))
-        yield jnp.concatenate([jnp.zeros((1, 8)), h[1:]])
-
-    x, w = array(8, 8), array(8, 8, seed=1)
-    text = str(jax.make_jaxpr(autocast(lambda x, w: [each @ w for each in functions(x, w)]))(x, w))
-    assert "f32[8,8] = select_n" not in text
-    assert "f32[8,8] = concatenate" not in text
-
-
 @pytest.mark.parametrize("start", [lambda x, w: jnp.zeros((16, 4)), lambda x, w: jnp.zeros_like(x @ w)])
 def test_a_sum_that_starts_as_an_array_is_float32(start):
     ws, x = 0.3 + 0.1 * array(100, 8, 4), jnp.abs(array(16, 8, seed=1))

@@ -159,13 +159,9 @@ COMPLEX = torch.complex(torch.arange(6.0), torch.arange(6.0) + 10).view(2, 3)
 REAL = torch.arange(12.0).view(3, 4)
 VIEWS: dict[str, tuple[Any, torch.Tensor]] = {
     "integers": (lambda x: (x + 1).view(torch.int32), REAL),
-    "smaller": (lambda x: (x + 1)[1:].view(torch.uint8), REAL),
     "larger": (lambda x: {"a": (x + 1).view(torch.float64).t(), "b": x}, REAL),
-    "booleans": (lambda x: (x > 3).view(torch.uint8), REAL),
-    "real": (lambda x: (x + 1).real, COMPLEX),
     "imaginary": (lambda x: (x + 1).conj().imag[:, 1:], COMPLEX),
     "pairs": (lambda x: torch.view_as_real(x + 1)[..., 1].t(), COMPLEX),
-    "complex": (lambda x: torch.view_as_complex((x + 1).view(3, 2, 2)), REAL),
     "adjoint": (lambda x: (x + 1).mH, COMPLEX),
     "negated": (lambda x: torch._neg_view(x + 1), REAL),
     "repeated": (lambda x: (x + 1)[0].expand(2, 4), REAL),

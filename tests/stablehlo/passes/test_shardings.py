@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-import forked
 import pytest
 
 from xla_amp.stablehlo import autocast, ir
@@ -50,62 +47,3 @@ def test_the_pass_keeps_them(dialect: str) -> None:
     for line in text.splitlines():
         if "dot_general" in line or "transpose" in line:
             assert (attribute % exchanged in line) == ("-> tensor<6x4x" in line)
-
-
-PROGRAM = """
-import sys
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from xla_amp.stablehlo import autocast
-
-explicit = sys.argv[1] == "explicit"
-kind = AxisType.Explicit if explicit else AxisType.Auto
-mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
-jax.set_mesh(mesh)
-random = np.random.default_rng(0)
-
-def array(*shape, inputs, at):
-    value = (random.standard_normal(shape) / inputs**0.5).astype(np.float32)
-    return jax.device_put(value, NamedSharding(mesh, P(*at)))
-
-weights = {
-    "words": array(64, 32, inputs=32, at=("model",)),
-    "query": array(32, 4, 8, inputs=32, at=(None, "model")),
-    "out": array(4, 8, 32, inputs=32, at=("model",)),
-}
-x = array(8, 16, 64, inputs=64, at=("data",))
-
-def product(equation, a, b, *at):
-    return jnp.einsum(equation, a, b, out_sharding=P(*at) if explicit else None)
-
-def loss(w, x):
-    h = product("btv,vd->btd", x, w["words"], "data")
-    q = jnp.tanh(product("btd,dhk->bthk", h, w["query"], "data", None, "model"))
-    h = h + product("bthk,hkd->btd", q, w["out"], "data")
-    return jnp.mean(jnp.sin(product("btd,vd->btv", h, w["words"], "data", None, "model")))
-
-step = jax.jit(jax.value_and_grad(loss, (0, 1)))
-expected = step(weights, x)
-exported = jax.export.export(step)(weights, x)
-converted = autocast(exported)
-assert converted.text().count("harding") >= exported.mlir_module().count("harding") > 3
-products = [line for line in converted.text().splitlines() if "dot_general" in line]
-assert products and all(line.count("xbf16>") >= 2 for line in products), products
-got = jax.jit(converted.program.exported.call)(weights, x)
-for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-    assert one.sharding.is_equivalent_to(other.sharding, one.ndim), (one.sharding, other.sharding)
-    error = np.linalg.norm(one - other) / np.linalg.norm(other)
-    assert 1e-4 < error < 0.02, error
-print("same")
-"""
-
-
-@pytest.mark.parametrize("axes", ["explicit", pytest.param("auto", marks=pytest.mark.full)])
-def test_a_step_on_four_devices(axes: str) -> None:
-    flags = {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
-    }
-    run = forked.run(axes, program=PROGRAM, environment={**os.environ, **flags})
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.strip() == "same"
