@@ -61,6 +61,11 @@ def test_a_full_output_is_one_line(folder, arguments):
     assert (done.returncode, done.stderr) == (2, b"xla-amp: writing standard output: No space left on device\n")
 
 
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.fixture
 def run(call_cli, folder, monkeypatch):
     monkeypatch.chdir(folder)
@@ -80,7 +85,7 @@ def run(call_cli, folder, monkeypatch):
 )
 def test_text_fits_a_terminal_of_80_columns(run, monkeypatch, arguments, shown):
     monkeypatch.setenv("COLUMNS", "80")
-    with contextlib.redirect_stdout(terminals.Terminal()) as out:
+    with contextlib.redirect_stdout(Terminal()) as out:
         run(*arguments)
     text = out.getvalue()
     assert [word for word in shown if word not in text] == []
@@ -110,10 +115,6 @@ def test_standard_input_is_one_program(run):
 
 
 def test_bytes_are_not_for_a_terminal(run):
-    class Terminal(StringIO):
-        def isatty(self):
-            return True
-
     with contextlib.redirect_stdout(Terminal()) as out:
         status, _, err = run("convert", "net.mlir", "-o", "-", "--format", "bytecode")
     assert (status, out.getvalue()) == (2, "")
