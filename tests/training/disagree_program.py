@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import nn
 
 import xla_amp
 from xla_amp import xla_model as xm
+from xla_amp.lazy.distributed import launch
 
 FIRST, STEPS = 4, 8
 """The step that goes another way, and how many steps there are."""
@@ -70,19 +70,6 @@ def train(case, rank):
     print("finished", model.weight.sum().item())
 
 
-def free_ports():
-    """A port whose successor is free too."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return port
-
-
 def watch(folder, started):
     """Waits for all processes; wakes the stopped ones when it is time."""
     begin, codes = time.monotonic(), {}
@@ -108,7 +95,7 @@ def main():
     os.chdir(folder)
     started = {}
     for case in cases:
-        port = str(free_ports())
+        port = str(launch._two_ports())
         for rank in range(2):
             pid = os.fork()
             if pid:

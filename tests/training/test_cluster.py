@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import forked
@@ -15,6 +14,7 @@ from xla_amp.common.config import Process, Store
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import cluster
+from xla_amp.lazy.distributed.launch import _two_ports
 
 PREFIXES = ("SLURM_", "OMPI_", "PMI_", "TPU_", "MEGASCALE_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "JAX_CO")
 PROGRAM = Path(__file__).with_name("cluster_program.py")
@@ -97,17 +97,11 @@ def test_a_task_of_several_does_not_train_alone(monkeypatch, variables, words):
 # ---- two processes ---------------------------------------------------------------------------------------------------
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.full
 @pytest.mark.processes
 def test_processes_find_each_other_and_agree(tmp_path):
-    address = f"127.0.0.1:{free_port()}"
-    job = {**SLURM, "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "JAX_COORDINATOR_PORT": str(free_port())}
+    address = f"127.0.0.1:{_two_ports()}"
+    job = {**SLURM, "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "JAX_COORDINATOR_PORT": str(_two_ports())}
     started = [["initialized", {}, [address, rank]] for rank in range(2)]
     started += [["slurm", {**job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}, []] for rank in "01"]
     environment = {**os.environ, "XLA_AMP_TIMEOUT": "60", "OMP_NUM_THREADS": "1"}
