@@ -2,7 +2,7 @@
 
 Each program applies one operation to a low value (in JAX and StableHLO the result of a convolution) and, if it takes
 two operands, to a float32 argument.  Programs are traced, not run, but for torch's eager CPU kernels.  torch_xla has a
-separate environment, where `tests/torch_xla_engine/test_xla_one_rule.py` runs the same programs.
+separate environment, where `tests/torch_xla_engine/test_xla_regions.py` runs the same programs.
 """
 
 from __future__ import annotations
