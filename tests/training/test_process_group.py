@@ -1,7 +1,4 @@
-"""torch.distributed with the backend "xla_amp": collectives, DistributedDataParallel, what is refused.
-
-The rule for sums is in tests/policy/test_gradient_rule.py, sums of two processes in test_processes.py.
-"""
+"""torch.distributed with the backend "xla_amp": collectives, DistributedDataParallel, what is refused."""
 
 from __future__ import annotations
 
@@ -13,9 +10,14 @@ import forked
 import pytest
 import scenarios
 import torch
+import torch.distributed as dist
 from process_group_program import MODES, OVERFLOW, STEPS, Partly, own, tokens_of
 
-from xla_amp.lazy.distributed.process_groups import rows_or_columns
+import xla_amp
+from xla_amp.common.config import Process
+from xla_amp.errors import DeviceError
+from xla_amp.lazy.distributed import process_groups
+from xla_amp.lazy.torch_integration import c10d
 
 pytestmark = pytest.mark.processes
 
@@ -143,7 +145,7 @@ def test_what_does_not_work_is_refused(found, call, said):
     ],
 )
 def test_a_group_is_a_row_or_a_column_of_the_processes(ranks, world, groups):
-    assert rows_or_columns(ranks, world) == groups
+    assert process_groups.rows_or_columns(ranks, world) == groups
 
 
 WAITING = """
@@ -178,3 +180,54 @@ def test_init_process_group_ends_when_a_process_does_not_start(ours, arguments):
     waited, words = done.stdout.split(maxsplit=1)
     assert 3 <= int(waited) < 30
     assert "1/2 clients joined" in words
+
+
+# ---- in one process, with the backend gloo ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda x: dist.gather(x, [torch.empty_like(x)]), "torch.distributed.gather .*use all_gather"),
+        (lambda x: dist.scatter(x, [x]), "torch.distributed.scatter .*use broadcast"),
+        (lambda x: dist.reduce(x, 0), "torch.distributed.reduce .*use all_reduce"),
+        (lambda x: dist.all_reduce(x, dist.ReduceOp.BXOR), "op=BXOR.*expected one of SUM, AVG"),
+        (lambda x: dist.all_to_all([x, x], [x, x[:2]]), "expected tensors of one shape"),
+        (lambda x: dist.all_to_all_single(x, x, [1, 3], [1, 3]), r"splits \[1, 3\] of the input"),
+    ],
+)
+def test_other_collectives_are_refused(group, call, said):
+    with pytest.raises(DeviceError, match=said):
+        call(torch.ones(4, device=xla_amp.xla_device()))
+
+
+def test_a_group_of_other_processes_is_refused(group, monkeypatch):
+    monkeypatch.setattr(process_groups.cluster, "place", lambda: Process(0, 2, 0, "127.0.0.1:1", 9, None))
+    with pytest.raises(DeviceError, match=r"the group has 1 processes.*among all 2"):
+        dist.all_reduce(torch.ones(4, device=xla_amp.xla_device()))
+
+
+def test_a_cpu_tensor_goes_where_it_always_went(group):
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [1] * 4
+
+
+def test_every_operation_that_sends_tensors_has_a_kernel():
+    """torch's list, which grows with its versions."""
+    library = "c10d"
+    sends = {
+        name.removeprefix(f"{library}::").partition(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith(f"{library}::") and "Tensor" in str(torch._C._get_schema(name.partition(".")[0], ""))
+    }
+    assert sends - set(c10d.KERNELS) <= {"check_for_nan"}
+    assert len(sends) > 10
