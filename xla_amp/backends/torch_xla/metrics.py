@@ -17,19 +17,9 @@ def _count(*names: str) -> Callable[[], int]:
     return lambda: sum(counters.counter_value(name) or 0 for name in names)
 
 
-def _times(name: str) -> Callable[[], int]:
-    """The number of torch_xla's measurements of `name`."""
-    return lambda: _data(name)[0]
-
-
-def _total(name: str) -> Callable[[], int]:
-    """The sum of torch_xla's measurements of `name`."""
-    return lambda: int(_data(name)[1])
-
-
-def _data(name: str) -> tuple[int, float]:
-    found = counters.metric_data(name)
-    return (0, 0.0) if found is None else (found[0], found[1])
+def _measured(name: str, which: int) -> Callable[[], int]:
+    """Of torch_xla's measurements of `name` the number (0) or the sum (1)."""
+    return lambda: int((counters.metric_data(name) or (0, 0.0))[which])
 
 
 def _fallbacks() -> int:
@@ -42,10 +32,10 @@ COUNTERS: Mapping[str, tuple[str, Callable[[], int]]] = MappingProxyType(
     {
         "executions": ("executables run", _count("UncachedCompile", "CachedCompile")),
         "compilations": ("executables built", _count("UncachedCompile")),
-        "host_syncs": ("times that Python waited for the device", _times("TransferFromDeviceTime")),
-        "device_to_host": ("transfers of a value to the host", _times("TransferFromDeviceTime")),
-        "host_to_device": ("uploads of a tensor to the device", _times("TransferToDeviceTime")),
-        "operations": ("nodes of the graphs run", _total("TensorsGraphSize")),
+        "host_syncs": ("times that Python waited for the device", _measured("TransferFromDeviceTime", 0)),
+        "device_to_host": ("transfers of a value to the host", _measured("TransferFromDeviceTime", 0)),
+        "host_to_device": ("uploads of a tensor to the device", _measured("TransferToDeviceTime", 0)),
+        "operations": ("nodes of the graphs run", _measured("TensorsGraphSize", 1)),
         "fallbacks": ("operations without a lowering, run on the CPU", _fallbacks),
     }
 )
