@@ -1,1 +1,1 @@
-"""Engines that execute torch operations, and the protocol that the fronts use."""
+"""Engines that execute torch operations, the protocol that the fronts use, and what optimizers hold on any device."""

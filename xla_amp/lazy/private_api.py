@@ -29,18 +29,14 @@ def require_python_backend() -> None:
     """
     from torch.utils import backend_registration
 
-    missing = [
-        name
-        for name, found in (
-            (
-                "torch.utils.backend_registration._setup_privateuseone_for_python_backend",
-                hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-            ),
-            ("torch._C._acc.create_empty_tensor", hasattr(getattr(torch._C, "_acc", None), "create_empty_tensor")),
-            ("c10::TensorImpl::_change_backend_component_keys", _change_keys() is not None),
-        )
-        if not found
-    ]
+    needed = {
+        "torch.utils.backend_registration._setup_privateuseone_for_python_backend": hasattr(
+            backend_registration, "_setup_privateuseone_for_python_backend"
+        ),
+        "torch._C._acc.create_empty_tensor": hasattr(getattr(torch._C, "_acc", None), "create_empty_tensor"),
+        "c10::TensorImpl::_change_backend_component_keys": _change_keys() is not None,
+    }
+    missing = [name for name, found in needed.items() if not found]
     if missing:
         raise EngineError(
             f"the lazy XLA device needs {' and '.join(missing)}, which torch {torch.__version__} does not have; "
