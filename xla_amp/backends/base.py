@@ -70,9 +70,6 @@ class Processes(Protocol):
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int]) -> list[bytes]:
         """Waits for all processes at `tag`; returns the payload of each."""
 
-    def mesh_reduce(self, tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-        """``reduce_fn`` of the list of every process's data."""
-
 
 class Guard(Protocol):
     """What a block writes to tensors that are older than it."""

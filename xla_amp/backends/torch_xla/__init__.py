@@ -231,14 +231,6 @@ _COLLECTIVES: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
 """Name -> torch_xla's function of a tensor, the groups and the group size."""
 
 
-@contextlib.contextmanager
-def _no_deprecations() -> Iterator[None]:
-    """torch_xla 2.9's rendezvous calls a function that torch_xla has deprecated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        yield
-
-
 class _Processes:
     """The processes that `torch_xla.launch` has started."""
 
@@ -261,15 +253,11 @@ class _Processes:
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int]) -> list[bytes]:
         if self.world_size() == 1:
             return [payload]
-        with _no_deprecations():
+        with warnings.catch_warnings():
+            # torch_xla 2.9's rendezvous calls a function that torch_xla has deprecated.
+            warnings.simplefilter("ignore", DeprecationWarning)
             payloads: list[bytes] = xm.rendezvous(tag, payload, list(replicas))
         return payloads
-
-    def mesh_reduce(self, tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-        if self.world_size() == 1:
-            return reduce_fn([data])
-        with _no_deprecations():
-            return xm.mesh_reduce(tag, data, reduce_fn)
 
 
 processes = _Processes()

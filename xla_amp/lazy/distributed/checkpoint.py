@@ -34,11 +34,11 @@ import torch
 from jax.sharding import SingleDeviceSharding
 from torch.optim import Optimizer
 
-from xla_amp.backends import devices, held, trees
+from xla_amp.backends import devices, exchange, held, trees
 from xla_amp.common import arguments, events, files
 from xla_amp.errors import DeviceError, FileError, MissingLibraryError, XlaAmpError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.distributed import exchange, processes
+from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io, transfer

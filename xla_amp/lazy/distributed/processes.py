@@ -13,15 +13,14 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
 from xla_amp.common import config
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.distributed import cluster, consistency, exchange
+from xla_amp.lazy.distributed import cluster, consistency
 from xla_amp.lazy.distributed.cluster import ordinal as ordinal
 from xla_amp.lazy.distributed.cluster import world_size as world_size
 from xla_amp.lazy.distributed.collectives import collective as collective
@@ -121,13 +120,3 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
         consistency.wait_for(client, process, f"{key}/{rank}", rank, repr(tag))
         for rank in replicas or range(process.world_size)
     ]
-
-
-def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-    """``reduce_fn`` of the data of all processes, which travel as `torch.save` writes them (`exchange`).
-
-    Raises:
-        TypeError: `data` is, or has, something that is no number, text, tensor, array or container of them.
-        EngineError: as `rendezvous`.
-    """
-    return reduce_fn(list(map(exchange.decode, rendezvous(tag, exchange.encode(data, f"mesh_reduce({tag!r})")))))

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch
 
-from xla_amp.backends import base, devices, held
+from xla_amp.backends import base, devices, exchange, held
 from xla_amp.backends.trees import tree_map
 from xla_amp.common import arguments
 from xla_amp.errors import DeviceError
@@ -122,18 +122,18 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-    """``reduce_fn`` of the list of all processes' data.
+    """``reduce_fn`` of the list of all processes' data, which travel as `torch.save` writes them.
 
     Args:
         tag: the same in all processes.
         data: numbers, texts, bytes, tensors, NumPy arrays and scalars, and lists, tuples, sets and dictionaries of
-            them (on the lazy device; torch_xla pickles).
+            them.
         reduce_fn: of a list, in the order of ranks.
 
     Raises:
         TypeError: data of another type, which is named.
     """
-    return base.processes().mesh_reduce(tag, data, reduce_fn)
+    return reduce_fn(list(map(exchange.decode, rendezvous(tag, exchange.encode(data, f"mesh_reduce({tag!r})")))))
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
