@@ -52,12 +52,7 @@ def through_flax(loss_scale: LossScale, _) -> LossScale:
 JOURNEYS = {
     "jit": lambda s, _: jax.jit(lambda x: x)(s),
     "scan": lambda s, _: jax.lax.scan(lambda carry, _: (carry, None), s, None, length=2)[0],
-    "vmap": lambda s, _: jax.tree.map(
-        lambda x: x[1], jax.vmap(lambda x: x)(jax.tree.map(lambda x: jnp.stack([x, x]), s))
-    ),
     "pickle": lambda s, _: pickle.loads(pickle.dumps(s)),
-    "flatten": lambda s, _: jax.tree.unflatten(jax.tree.structure(s), jax.tree.leaves(s)),
-    "device_put": lambda s, _: jax.device_put(s, jax.devices()[0]),
     "orbax": through_orbax,
     "flax": through_flax,
 }
