@@ -139,4 +139,4 @@ def test_files_of_the_lowerings_of_torch_operations():
 
 
 def test_a_kind_of_primitive_with_jaxprs_has_a_form_and_a_rule():
-    assert rebind.BINDINGS.keys() == HIGHER_ORDER_RULES.keys() <= set(get_args(PrimitiveKind))
+    assert rebind.KINDS == HIGHER_ORDER_RULES.keys() <= set(get_args(PrimitiveKind))

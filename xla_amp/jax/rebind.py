@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import jax
 from jax.extend.linear_util import wrap_init
@@ -120,73 +120,62 @@ def _split(operands: Sequence[_T], first: int, second: int) -> tuple[list[_T], l
     return list(operands[:first]), list(operands[first:rest]), list(operands[rest:])
 
 
-class Rebinding(NamedTuple):
-    """A primitive that is bound again."""
-
-    eqn: Any
-    """Its equation."""
-    operands: list[Any]
-    """Of the new primitive, in the order of the equation's; see above for further ones."""
-    insides: tuple[Any, ...]
-    """The new jaxprs: the body; of ``while`` the condition and the body; of ``cond`` the branches, whose results have
-    equal types.  Where JAX traces again, functions of flat values to flat values: the body of ``shard_map``, for one
-    device's values; of a custom derivative the function and its rules."""
-    further: int
-    """How many results the new primitive has besides those of the equation; not for ``shard_map``."""
-    changed: dict[str, Any]
-    """Other parameters."""
-
-    def bind(self, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-        """Binds the primitive with these operands and parameters that follow from its jaxprs."""
-        return compat.bind(self.eqn.primitive, operands, {**self.eqn.params, **params, **self.changed})
-
-
 def bind(eqn: Any, operands: Sequence[Any], insides: Sequence[Any], further: int = 0, **changed: Any) -> list[Any]:
-    """Binds the primitive of an equation with others inside; the arguments are those of `Rebinding`."""
-    new = Rebinding(eqn, list(operands), tuple(insides), further, changed)
-    return BINDINGS[info(eqn.primitive.name).kind](new)
+    """Binds the primitive of an equation again.
+
+    Args:
+        operands: of the new primitive, in the order of the equation's; see above for further ones.
+        insides: the new jaxprs: the body; of ``while`` the condition and the body; of ``cond`` the branches, whose
+            results have equal types.  Where JAX traces again, functions of flat values to flat values: the body of
+            ``shard_map``, for one device's values; of a custom derivative the function and its rules.
+        further: how many results the new primitive has besides those of the equation; not for ``shard_map``.
+        changed: other parameters.
+    """
+    if info(eqn.primitive.name).kind == "shard_map":
+        return sharded(eqn.params, operands, *insides)
+    if info(eqn.primitive.name).kind in ("custom_jvp", "custom_vjp"):
+        return _bind_custom(eqn, operands, insides)
+    given, params = _FORMS[info(eqn.primitive.name).kind](eqn, list(operands), insides, further)
+    return compat.bind(eqn.primitive, given, {**eqn.params, **params, **changed})
 
 
-def _bind_call(new: Rebinding) -> list[Any]:
-    (inside,), given = new.insides, new.eqn.params
+def _call(eqn: Any, operands: list[Any], insides: Any, further: int) -> tuple[list[Any], dict[str, Any]]:
+    (inside,), given = insides, eqn.params
     name = _place(given)
     takes_constants = isinstance(given[name], compat.ClosedJaxpr)
     consts = [] if takes_constants and all(map(compat.is_concrete, inside.consts)) else inside.consts
     if consts:
         inside = _with_constants_as_arguments(inside)
     params: dict[str, Any] = {name: inside if takes_constants else compat.without_constants(inside)}
-    further = len(new.operands) - len(new.eqn.invars)
-    return new.bind([*consts, *new.operands], params | compat.with_entries(given, len(consts), further, new.further))
+    added = len(operands) - len(eqn.invars)
+    return [*consts, *operands], params | compat.with_entries(given, len(consts), added, further)
 
 
-def _bind_scan(new: Rebinding) -> list[Any]:
-    (body,), given = new.insides, new.eqn.params
-    constants = compat.scan_counts(given)[0] + len(new.operands) - len(new.eqn.invars) + len(body.consts)
-    params = compat.scan_params(given, _with_constants_as_arguments(body), constants)
-    return new.bind([*body.consts, *new.operands], params)
+def _scan(eqn: Any, operands: list[Any], insides: Any, further: int) -> tuple[list[Any], dict[str, Any]]:
+    (body,) = insides
+    constants = compat.scan_counts(eqn.params)[0] + len(operands) - len(eqn.invars) + len(body.consts)
+    return [*body.consts, *operands], compat.scan_params(eqn.params, _with_constants_as_arguments(body), constants)
 
 
-def _bind_while(new: Rebinding) -> list[Any]:
-    condition, body = new.insides
-    first_body = new.eqn.params["cond_nconsts"]
-    first_carry = len(new.operands) - len(new.eqn.outvars) - new.further
+def _while(eqn: Any, operands: list[Any], insides: Any, further: int) -> tuple[list[Any], dict[str, Any]]:
+    condition, body = insides
+    first_body = eqn.params["cond_nconsts"]
+    first_carry = len(operands) - len(eqn.outvars) - further
     params = {
         "cond_jaxpr": _with_constants_as_arguments(condition),
         "cond_nconsts": len(condition.consts) + first_body,
         "body_jaxpr": _with_constants_as_arguments(body),
         "body_nconsts": len(body.consts) + first_carry - first_body,
     }
-    of_condition, others = new.operands[:first_body], new.operands[first_body:]
-    return new.bind([*condition.consts, *of_condition, *body.consts, *others], params)
+    return [*condition.consts, *operands[:first_body], *body.consts, *operands[first_body:]], params
 
 
-def _bind_cond(new: Rebinding) -> list[Any]:
-    index, *rest = new.operands
+def _cond(eqn: Any, operands: list[Any], insides: Any, further: int) -> tuple[list[Any], dict[str, Any]]:
     consts: dict[Any, Any] = {}
-    for branch in new.insides:
+    for branch in insides:
         consts.update(zip(branch.jaxpr.constvars, branch.consts, strict=True))
-    branches = tuple(compat.ClosedJaxpr(compat.without_constants(branch, consts), ()) for branch in new.insides)
-    return new.bind([index, *consts.values(), *rest], {"branches": branches})
+    branches = tuple(compat.ClosedJaxpr(compat.without_constants(branch, consts), ()) for branch in insides)
+    return [operands[0], *consts.values(), *operands[1:]], {"branches": branches}
 
 
 def _with_constants_as_arguments(traced: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
@@ -198,17 +187,11 @@ def custom_functions(eqn: Any) -> tuple[Any, ...]:
     return tuple(eqn.primitive.get_bind_params(eqn.params)["subfuns"])
 
 
-def _bind_custom(new: Rebinding) -> list[Any]:
-    primitive = new.eqn.primitive
-    params = dict(primitive.get_bind_params(new.eqn.params))
-    pairs = zip(new.insides, params.pop("subfuns"), strict=True)
+def _bind_custom(eqn: Any, operands: Sequence[Any], insides: Sequence[Any]) -> list[Any]:
+    params = dict(eqn.primitive.get_bind_params(eqn.params))
+    pairs = zip(insides, params.pop("subfuns"), strict=True)
     wrapped = tuple(wrap_init(function, debug_info=like.debug_info) for function, like in pairs)
-    return list(primitive.bind(*new.operands, subfuns=wrapped, **params))
-
-
-def _bind_shard_map(new: Rebinding) -> list[Any]:
-    (function,) = new.insides
-    return sharded(new.eqn.params, new.operands, function)
+    return list(eqn.primitive.bind(*operands, subfuns=wrapped, **params))
 
 
 def sharded(params: Mapping[str, Any], operands: Sequence[Any], function: Callable[..., list[Any]]) -> list[Any]:
@@ -236,14 +219,17 @@ def manual_axes(params: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(params["newly_manual_axes"] or params["mesh"].shape)
 
 
-BINDINGS: Final[Mapping[str | None, Callable[[Rebinding], list[Any]]]] = MappingProxyType(
-    {
-        **dict.fromkeys(("call", "checkpoint", "composite", "custom_vmap", "linear_call"), _bind_call),
-        **dict.fromkeys(("custom_jvp", "custom_vjp"), _bind_custom),
-        "cond": _bind_cond,
-        "scan": _bind_scan,
-        "shard_map": _bind_shard_map,
-        "while": _bind_while,
-    }
+_FORMS: Final[Mapping[str | None, Callable[[Any, list[Any], Any, int], tuple[list[Any], dict[str, Any]]]]] = (
+    MappingProxyType(
+        {
+            **dict.fromkeys(("call", "checkpoint", "composite", "custom_vmap", "linear_call"), _call),
+            "cond": _cond,
+            "scan": _scan,
+            "while": _while,
+        }
+    )
 )
-"""`PrimitiveKind` of `xla_amp.jax.primitives` -> how its primitives, which contain jaxprs, are bound again."""
+"""`PrimitiveKind` of `xla_amp.jax.primitives` -> operands and parameters of its primitives with others inside."""
+
+KINDS: Final = frozenset((*_FORMS, "custom_jvp", "custom_vjp", "shard_map"))
+"""`PrimitiveKind` of all primitives that `bind` takes, which contain jaxprs."""

@@ -8,6 +8,7 @@ computed as they were written, in float32, and the results get the dtype that th
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 from xla_amp.jax import compat
@@ -29,16 +30,9 @@ def runs(jaxpr: Any, policy: Policy) -> list[Run]:
     ruled = decided_as_a_whole(policy)
     if not ruled:
         return []
-    found: list[Run] = []
-    before: Any = None
-    for index, eqn in enumerate(jaxpr.eqns):
-        call = _call(eqn, ruled)
-        if call is not None and call == before:
-            found[-1] = found[-1]._replace(stop=index + 1)
-        elif call is not None:
-            found.append(Run(call[0], index, index + 1))
-        before = call
-    return found
+    found = itertools.groupby(range(len(jaxpr.eqns)), lambda index: _call(jaxpr.eqns[index], ruled))
+    numbered = [(call, list(indices)) for call, indices in found]
+    return [Run(call[0], indices[0], indices[-1] + 1) for call, indices in numbered if call is not None]
 
 
 def _call(eqn: Any, ruled: frozenset[str]) -> tuple[Any, ...] | None:

@@ -142,18 +142,11 @@ def _blocks(operation: Any) -> Iterator[Any]:
 
 def _by_location(block: Any, ruled: frozenset[str]) -> Iterator[tuple[str, list[Any]]]:
     """Runs of operations that one call of a function wrote; constants inside do not end a run."""
-    before: Any = None
-    parts: list[Any] = []
-    for operation in surgery.body(block):
-        call = _call(locations.of(operation), ruled)
-        if call is None and operation.name == "stablehlo.constant":
-            continue
-        if call != before and before is not None:
-            yield before[0], parts
-        parts = [*parts, operation] if call == before else [operation]
-        before = call
-    if before is not None:
-        yield before[0], parts
+    called = ((_call(locations.of(operation), ruled), operation) for operation in surgery.body(block))
+    parts = (pair for pair in called if pair[0] or pair[1].name != "stablehlo.constant")
+    for call, run in itertools.groupby(parts, lambda pair: pair[0]):
+        if call is not None:
+            yield call[0], [operation for _, operation in run]
 
 
 def _call(location: locations.Location, ruled: frozenset[str]) -> tuple[str, str] | None:

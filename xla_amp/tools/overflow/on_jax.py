@@ -182,7 +182,7 @@ class _Watch:
         self._eqns.append(eqn)
         try:
             row = info(eqn.primitive.name)
-            if row.kind in rebind.BINDINGS:
+            if row.kind in rebind.KINDS:
                 try:
                     return _INSIDE.get(row.kind, _call)(self, eqn.params, operands)
                 except jax.errors.ConcretizationTypeError:
