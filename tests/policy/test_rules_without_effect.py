@@ -18,17 +18,6 @@ from xla_amp import policy, stablehlo
 from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.jax import autocast
 
-FRONTS = pytest.mark.parametrize("front", [in_jax, in_stablehlo])
-# Rules, and what the report says; empty where they act.
-ACTS = [{"mm": "fp32"}, {"linear": "fp32", "tanh": "low"}, {"class:contraction": "keep"}, {"reduce_sum": "fp32"}]
-
-
-@FRONTS
-@pytest.mark.parametrize("rules", ACTS)
-def test_rules_that_act_are_silent(front: Any, rules: Any) -> None:
-    front(rules)
-    front(rules, strict=True)
-
 
 def test_a_function_that_jax_has_traced_before_counts() -> None:
     inner = jax.jit(jnp.tanh)

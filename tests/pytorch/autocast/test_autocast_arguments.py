@@ -120,14 +120,6 @@ def test_float32_disables_with_a_warning_as_in_torch(device):
     autocast(device, dtype=torch.float32, enabled=False)  # off anyway, and so without a warning
 
 
-def test_a_policy_decides_on_the_xla_device():
-    matrix = torch.ones(2, 2, device=xla_amp.xla_device())
-    with autocast("xla", policy="gpu"):
-        assert torch.mm(matrix, matrix).dtype is torch.float16
-    with autocast("xla", policy="gpu", dtype=torch.bfloat16):
-        assert torch.mm(matrix, matrix).dtype is torch.bfloat16
-
-
 def test_repr():
     assert repr(autocast("cpu")) == "autocast('cpu')"
     shown = repr(autocast("cpu", torch.float16, cache_enabled=False))

@@ -124,14 +124,6 @@ def test_backward_needs_our_forward(device):
         y.sum().backward()
 
 
-def test_xla_by_name(low_of):
-    (function, seen), (a, b) = matmul_function(xla_amp.xla_device()), leaves(xla_amp.xla_device())
-    function.forward = staticmethod(custom_fwd(function.forward.__wrapped__, device_type="xla"))
-    with autocast("xla"):
-        function.apply(a, b)
-    assert seen == [(True, FULL, low_of(a.device))]
-
-
 def test_is_autocast_available():
     assert is_autocast_available("cpu")
     assert is_autocast_available("xla")

@@ -10,9 +10,11 @@ import samples
 import torch
 import torch.nn.functional as F
 
+import xla_amp
 from xla_amp import autocast, policy
 from xla_amp.policy import Policy, load
 from xla_amp.pytorch.autocast import native_dispatch
+from xla_amp.tools.explain.on_pytorch import ExplainReport
 
 LOW, FULL, HALF = torch.bfloat16, torch.float32, torch.float16
 CPU = load("cpu")
@@ -148,3 +150,40 @@ def test_a_step_inside_a_region_is_seen_by_the_next_forward_pass(region):
         after = (torch.ones(2, 2) @ weight).sum()
     assert before.item() == 8
     assert after.item() == (-8 if region is autocast else 8)
+
+
+# ---- what `explain` reports of torch's kernels -----------------------------------------------------------------------
+
+NEWER = {"linalg_matrix_sqrth"}
+"""Registered by torch 2.15; the tables are torch 2.13's."""
+
+
+def done_and_told(report: ExplainReport, operation: str, dtypes: list[torch.dtype]) -> tuple[list[str], list[str]]:
+    """Conversions that the dispatcher made before the operation, and those that the report lists for it."""
+    given = samples.arguments(operation, samples.Maker("cpu", dtypes))
+    report.records.clear()
+    with torch.autocast("cpu", cache_enabled=False), samples.Watch() as watch:
+        samples.call(operation, given)
+    done = [f"{a}->{b}".replace("torch.", "") for a, b in watch.found]
+    (told,) = [row for row in report.rows() if row["operation"] == operation]
+    return done, told["casts"].split(", ") if told["casts"] else []
+
+
+def given_to(operation: str) -> list[list[torch.dtype]]:
+    """dtypes of operands with which the operation can run on the CPU after its cast."""
+    cast = policy.resolve("cpu").decide(operation).cast
+    return {"fp32": [[LOW], [FULL], [LOW, FULL]], "low": [[FULL], [LOW], [FULL, LOW]]}.get(cast, [[FULL], [LOW, FULL]])
+
+
+def test_reports_equal_what_the_dispatcher_does_for_every_registered_operation():
+    by_torch = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+    unnamed = {name.removeprefix("aten::") for name in by_torch if "dimname" not in name.lower()}
+    assert unnamed - NEWER == set(TABLE)
+    wrong = {}
+    with xla_amp.explain() as report:
+        for operation in TABLE:
+            for dtypes in given_to(operation):
+                done, told = done_and_told(report, operation, dtypes)
+                if done != told:
+                    wrong[operation, str(dtypes)] = done, told
+    assert wrong == {}
