@@ -133,29 +133,13 @@ def test_leaving_what_this_thread_has_not_entered(device):
 # ---- threads ---------------------------------------------------------------------------------------------------------
 
 
-def test_threads_start_outside(device, mm_dtype):
-    seen = []
-
-    def work():
-        seen.append(mm_dtype())
-        with autocast(device, dtype=torch.float16):
-            seen.append(mm_dtype())
-        seen.append(mm_dtype())
-
-    with autocast(device, dtype=LOW):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        assert mm_dtype() is LOW
-    assert seen == [FULL, torch.float16, FULL]
-
-
-def test_one_object_in_two_threads_at_once(device, mm_dtype):
+def test_threads_start_outside_and_share_an_object(device, mm_dtype):
     region = autocast(device, dtype=LOW)
     inside, go_on = threading.Event(), threading.Event()
     seen = []
 
     def work():
+        seen.append(mm_dtype())
         with region:
             inside.set()
             go_on.wait(10)
@@ -163,14 +147,16 @@ def test_one_object_in_two_threads_at_once(device, mm_dtype):
         seen.append(mm_dtype())
 
     thread = threading.Thread(target=work)
-    thread.start()
-    inside.wait(10)
+    with autocast(device, dtype=HALF):
+        thread.start()
+        inside.wait(10)
+        assert mm_dtype() is HALF
     with region:
         pass
     assert mm_dtype() is FULL
     go_on.set()
     thread.join()
-    assert seen == [LOW, FULL]
+    assert seen == [FULL, LOW, FULL]
 
 
 # ---- decorators ------------------------------------------------------------------------------------------------------
