@@ -9,10 +9,13 @@ import copy
 import doctest
 import os
 import pickle
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
+from xla_amp.common.types import CASTS
 from xla_amp.errors import PolicyError, XlaAmpError
 from xla_amp.policy import BUILTIN, load, override, resolve
 from xla_amp.policy.load import default_name
@@ -158,7 +161,6 @@ MISTAKES = {
     "name": ("name = 3\n" + ROW, ["name must be a string, got 3"]),
     "extends": ('extends = "tpuu"\n' + ROW, ["extends = 'tpuu' is no built-in policy", "tpu"]),
     "no operations": ('extends = "tpu"\n[[rule]]\ncast = "low"\n', [":2 (rule 1)", "operations missing"]),
-    "no cast": ('extends = "tpu"\n[[rule]]\noperations = ["mm"]\n', [":2 (rule 1)", "cast missing"]),
     "empty operations": ('extends = "tpu"\n[[rule]]\noperations = []\ncast = "low"\n', [":2 (rule 1)", "non-empty"]),
     "operations is a string": ('extends = "tpu"\n[[rule]]\noperations = "mm"\ncast = "low"\n', ["got 'mm'"]),
     "why": ('extends = "tpu"\n' + ROW + "why = 1\n", [":2 (rule 1)", "why must be a string, got 1"]),
@@ -198,3 +200,35 @@ def test_examples_in_the_docstrings(name):
     result = doctest.testmod(sys.modules[f"xla_amp.policy.{name}"])  # the package's attribute may be the function
     assert result.failed == 0
     assert result.attempted > 0
+
+
+# ---- docs/policy.md --------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "policy.md").read_text(encoding="utf-8")
+(EXAMPLE,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+
+CHANGES = [('"softmax"', '"sofmax"'), ('cast = "fp32"', 'cast = "float32"'), ("mylib::attention", "softmax")]
+
+
+def test_the_example_of_the_page_loads(tmp_path):
+    policy = load(write(tmp_path, EXAMPLE))
+    assert policy.name == "mine"
+    assert policy.decide("linalg_norm").cast == "fp32"
+    assert policy.decide("mylib::attention").cast == "low"
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_error_messages_are_those_of_the_page(tmp_path, monkeypatch, number):
+    monkeypatch.chdir(tmp_path)
+    shown = [line for line in PAGE.splitlines() if line.startswith("mine.toml:")][number]
+    write(tmp_path, EXAMPLE.replace(*CHANGES[number]))
+    with pytest.raises(PolicyError) as caught:
+        load("mine.toml")
+    assert str(caught.value).startswith(shown.partition("...")[0])
+
+
+def test_the_tables_of_the_page_are_complete():
+    first_columns = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
+    policies = "tpu gpu cuda xpu mps cpu hpu cautious lean"
+    assert first_columns == [*CASTS, *policies.split()]
+    assert set(first_columns[len(CASTS) :]) == set(BUILTIN)

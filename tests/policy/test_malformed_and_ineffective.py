@@ -23,7 +23,6 @@ from xla_amp.jax import autocast
 MALFORMED = [
     ("sofmax", "fp32", "unknown operation 'sofmax'; nearest: softmax"),
     ("dot_genral", "fp32", "unknown operation 'dot_genral'; nearest: dot_general"),
-    ("exponentail", "fp32", "unknown operation 'exponentail'; nearest: exponential"),
     ("softmax.intt", "fp32", "unknown operation 'softmax.intt'; nearest: softmax.int"),
     ("torch.mm", "low", "unknown operation 'torch.mm': write it without the library, 'mm'"),
     ("nn.Linear", "low", "unknown operation 'nn.Linear': write it without the library, 'linear'"),
