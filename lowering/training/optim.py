@@ -245,6 +245,12 @@ def _stepped(
     return [array for column in columns for array in column]
 
 
+_ADAM: dict[str, Any] = {
+    "mutates": ("self", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"),
+    "lifted": ("lr", "beta1", "beta2", "weight_decay", "eps"),
+}
+
+
 @register(
     "_fused_sgd_",
     "_fused_sgd_.tensor_lr",
@@ -256,77 +262,46 @@ def fused_sgd(
     grads: Arrays,
     momentum_buffer_list: Arrays,
     *,
-    weight_decay: Any,
-    momentum: Any,
-    lr: Any,
-    dampening: Any,
-    nesterov: bool,
-    maximize: bool,
     is_first_step: bool,
     grad_scale: jax.Array | None = None,
     found_inf: jax.Array | None = None,
+    **options: Any,
 ) -> list[jax.Array]:
-    step = functools.partial(
-        sgd_step,
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        maximize=maximize,
-        first=is_first_step,
-    )
+    """`options` are those of `sgd_step`."""
+    step = functools.partial(sgd_step, first=is_first_step, **options)
     if is_first_step:  # the buffers are uninitialized
         momentum_buffer_list = [jnp.zeros_like(buffer) for buffer in momentum_buffer_list]
     return _stepped(step, params, grads, [momentum_buffer_list], [()] * len(params), grad_scale, found_inf)
 
 
-def _define_adam(name: str, decoupled: bool) -> None:
-    @register(
-        f"{name}",
-        f"{name}.tensor_lr",
-        mutates=("self", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"),
-        lifted=("lr", "beta1", "beta2", "weight_decay", "eps"),
-    )
-    def fused_adam(
-        params: Arrays,
-        grads: Arrays,
-        exp_avgs: Arrays,
-        exp_avg_sqs: Arrays,
-        max_exp_avg_sqs: Arrays,
-        state_steps: Arrays,
-        *,
-        lr: Any,
-        beta1: Any,
-        beta2: Any,
-        weight_decay: Any,
-        eps: Any,
-        amsgrad: bool,
-        maximize: bool,
-        grad_scale: jax.Array | None = None,
-        found_inf: jax.Array | None = None,
-        platform: str,
-    ) -> list[jax.Array]:
-        step = functools.partial(
-            adam_step,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=maximize,
-            decoupled=decoupled,
-        )
-        dtype = opmath(params[0].dtype) if params else None
-        corrections = adam_corrections(state_steps, dtype, lr=lr, beta1=beta1, beta2=beta2, platform=platform)
-        states = [exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else []]
-        new = _stepped(step, params, grads, states, [(each,) for each in corrections], grad_scale, found_inf)
-        # maxima that are passed but unused stay unchanged
-        return new if amsgrad else [*new, *max_exp_avg_sqs]
+@register("_fused_adam_", "_fused_adam_.tensor_lr", **_ADAM)
+def fused_adam(
+    params: Arrays,
+    grads: Arrays,
+    exp_avgs: Arrays,
+    exp_avg_sqs: Arrays,
+    max_exp_avg_sqs: Arrays,
+    state_steps: Arrays,
+    *,
+    amsgrad: bool,
+    grad_scale: jax.Array | None = None,
+    found_inf: jax.Array | None = None,
+    platform: str,
+    **options: Any,
+) -> list[jax.Array]:
+    """`options` are those of `adam_step`."""
+    step = functools.partial(adam_step, **options)
+    rates = {name: options[name] for name in ("lr", "beta1", "beta2")}
+    dtype = opmath(params[0].dtype) if params else None
+    corrections = adam_corrections(state_steps, dtype, **rates, platform=platform)
+    states = [exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else []]
+    new = _stepped(step, params, grads, states, [(each,) for each in corrections], grad_scale, found_inf)
+    return new if amsgrad else [*new, *max_exp_avg_sqs]  # maxima that are passed but unused stay unchanged
 
 
-for _name, _decoupled in (("_fused_adam_", False), ("_fused_adamw_", True)):
-    _define_adam(_name, _decoupled)
+@register("_fused_adamw_", "_fused_adamw_.tensor_lr", **_ADAM)
+def fused_adamw(*lists: Arrays, platform: str, **options: Any) -> list[jax.Array]:
+    return fused_adam(*lists, decoupled=True, platform=platform, **options)
 
 
 @register(
@@ -343,14 +318,13 @@ def fused_adagrad(
     *,
     lr: Any,
     lr_decay: Any,
-    weight_decay: Any,
-    eps: Any,
-    maximize: bool,
     grad_scale: jax.Array | None = None,
     found_inf: jax.Array | None = None,
     platform: str,
+    **options: Any,
 ) -> list[jax.Array]:
-    step = functools.partial(adagrad_step, weight_decay=weight_decay, eps=eps, maximize=maximize)
+    """`options` are those of `adagrad_step`."""
     dtype = opmath(params[0].dtype) if params else None
     rates = adagrad_rates(state_steps, dtype, lr=lr, lr_decay=lr_decay, platform=platform)
+    step = functools.partial(adagrad_step, **options)
     return _stepped(step, params, grads, [state_sums], rates, grad_scale, found_inf)
