@@ -31,7 +31,6 @@ from xla_amp.lowering.linalg.lu import (
     triangular,
 )
 from xla_amp.lowering.operand import as_dtype
-from xla_amp.lowering.registry import register
 
 linalg = lax.linalg
 
@@ -62,28 +61,24 @@ def _lower_cholesky(a: jax.Array) -> tuple[jax.Array, jax.Array]:
     return factor, lax.cond(jnp.any(failed), lambda: as_dtype(order(), jnp.int32), lambda: none) if a.size else none
 
 
-@register("linalg_cholesky_ex")
-@exact
+@exact("linalg_cholesky_ex")
 def cholesky_ex(a: jax.Array, *, upper: bool = False, check_errors: bool = False) -> tuple[jax.Array, jax.Array]:
     factor, info = _lower_cholesky(adjoint(a) if upper else a)
     return adjoint(factor) if upper else factor, info
 
 
-@register("cholesky")
-@exact
+@exact("cholesky")
 def cholesky(a: jax.Array, upper: bool = False) -> jax.Array:
     return cholesky_ex(a, upper=upper)[0]
 
 
-@register("_cholesky_solve_helper")
-@exact
+@exact("_cholesky_solve_helper")
 def cholesky_solve(b: jax.Array, factor: jax.Array, upper: bool) -> jax.Array:
     first = triangular(factor, b, lower=not upper, adjoint=upper)
     return triangular(factor, first, lower=not upper, adjoint=not upper)
 
 
-@register("cholesky_inverse")
-@exact
+@exact("cholesky_inverse")
 def cholesky_inverse(factor: jax.Array, upper: bool = False) -> jax.Array:
     return cholesky_solve(eye_like(factor), factor, upper)
 
@@ -91,31 +86,26 @@ def cholesky_inverse(factor: jax.Array, upper: bool = False) -> jax.Array:
 # -- triangular systems -----------------------------------------------------------------------------------------------
 
 
-@register("linalg_solve_triangular")
-@exact
+@exact("linalg_solve_triangular")
 def solve_triangular(
     a: jax.Array, b: jax.Array, *, upper: bool, left: bool = True, unitriangular: bool = False
 ) -> jax.Array:
     return triangular(a, b, lower=not upper, left=left, unit=unitriangular)
 
 
-@register("triangular_solve")
-@exact
+@exact("triangular_solve")
 def triangular_solve(
     b: jax.Array, a: jax.Array, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     a, b = broadcast(a, b)
-    solution = linalg.triangular_solve(
-        a, b, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unitriangular
-    )
+    solution = triangular(jnp.swapaxes(a, -1, -2) if transpose else a, b, lower=upper == transpose, unit=unitriangular)
     return solution, a
 
 
 # -- orthogonal factors -----------------------------------------------------------------------------------------------
 
 
-@register("linalg_qr")
-@exact
+@exact("linalg_qr")
 def qr(a: jax.Array, mode: str = "reduced", *, outs: Any) -> tuple[jax.Array, jax.Array]:
     if mode == "r":
         return empty(outs[0]), jnp.linalg.qr(a, mode="r")
@@ -123,15 +113,13 @@ def qr(a: jax.Array, mode: str = "reduced", *, outs: Any) -> tuple[jax.Array, ja
     return q, r
 
 
-@register("geqrf")
-@exact
+@exact("geqrf")
 def geqrf(a: jax.Array) -> tuple[jax.Array, jax.Array]:
     packed, tau = jnp.linalg.qr(a, mode="raw")  # LAPACK's column-major form, so transposed here
     return transpose(packed), tau
 
 
-@register("linalg_householder_product")
-@exact
+@exact("linalg_householder_product")
 def householder_product(a: jax.Array, tau: jax.Array) -> jax.Array:
     return (
         linalg.householder_product(a, tau)
@@ -140,8 +128,7 @@ def householder_product(a: jax.Array, tau: jax.Array) -> jax.Array:
     )
 
 
-@register("ormqr")
-@exact
+@exact("ormqr")
 def ormqr(a: jax.Array, tau: jax.Array, c: jax.Array, left: bool = True, transpose: bool = False) -> jax.Array:
     rows, columns = a.shape[-2:]
     square = jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, max(rows - columns, 0))])[..., :rows]
@@ -153,8 +140,7 @@ def ormqr(a: jax.Array, tau: jax.Array, c: jax.Array, left: bool = True, transpo
 # -- eigenvalues and singular values ----------------------------------------------------------------------------------
 
 
-@register("_linalg_eigh")
-@exact
+@exact("_linalg_eigh")
 def eigh(a: jax.Array, UPLO: str = "L", compute_v: bool = True, *, outs: Any) -> tuple[jax.Array, jax.Array]:
     if not a.size:
         return empty(outs[0]), empty(outs[1])
@@ -164,21 +150,18 @@ def eigh(a: jax.Array, UPLO: str = "L", compute_v: bool = True, *, outs: Any) ->
     return values, vectors if compute_v else empty(outs[1])
 
 
-@register("linalg_eig")
-@exact
+@exact("linalg_eig")
 def eig(a: jax.Array) -> tuple[jax.Array, jax.Array]:
     values, vectors = linalg.eig(a, compute_left_eigenvectors=False)
     return values, vectors
 
 
-@register("_linalg_eigvals")
-@exact
+@exact("_linalg_eigvals")
 def eigvals(a: jax.Array) -> jax.Array:
     return linalg.eig(a, compute_left_eigenvectors=False, compute_right_eigenvectors=False)[0]
 
 
-@register("_linalg_svd")
-@exact
+@exact("_linalg_svd")
 def svd(
     a: jax.Array, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None, outs: Any
 ) -> tuple[jax.Array, ...]:
@@ -199,8 +182,7 @@ def _eye_of(shape: jax.ShapeDtypeStruct) -> jax.Array:
 # -- least squares, functions of matrices -----------------------------------------------------------------------------
 
 
-@register("linalg_lstsq")
-@exact
+@exact("linalg_lstsq")
 def lstsq(
     a: jax.Array, b: jax.Array, rcond: float | None = None, *, driver: str | None = None, outs: Any
 ) -> tuple[jax.Array, ...]:
@@ -234,7 +216,6 @@ def lstsq(
     return x[..., 0] if vector else x, residuals, rank, values
 
 
-@register("linalg_matrix_exp")
-@exact
+@exact("linalg_matrix_exp")
 def matrix_exp(a: jax.Array) -> jax.Array:
     return scipy_linalg.expm(a) if a.size else a

@@ -15,34 +15,30 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_amp.lowering.operand import as_dtype
+from xla_amp.lowering.operand import as_dtype, up
 from xla_amp.lowering.registry import register
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
-def exact(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """`function` with its matrix products at the highest precision (TPU and GPU would round float32 operands).
+def exact(name: str) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
+    """Registers a lowering with its matrix products at the highest precision (TPU and GPU would round float32).
 
-    Half types are computed in float32, and results rounded: JAX has these functions for wide types only.
+    Half types are computed in float32: JAX has these functions for wide types only.
     """
 
-    @functools.wraps(function)
-    def wrapped(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-        half = next((x.dtype for x in args if isinstance(x, jax.Array) and x.dtype in _HALF), None)
-        with jax.default_matmul_precision("highest"):
-            if half is None:
-                return function(*args, **kwargs)
-            wide: Any = [as_dtype(x, jnp.float32) if isinstance(x, jax.Array) and x.dtype == half else x for x in args]
-            results = function(*wide, **kwargs)
-            rounded: _Result = jax.tree.map(lambda x: as_dtype(x, half) if x.dtype == jnp.float32 else x, results)
-            return rounded
+    def decorate(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+        @register(name)
+        @functools.wraps(function)
+        def wrapped(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+            wide: Any = [up(x) if isinstance(x, jax.Array) else x for x in args]
+            with jax.default_matmul_precision("highest"):
+                return function(*wide, **kwargs)
 
-    return wrapped
+        return wrapped
 
-
-_HALF = (jnp.bfloat16, jnp.float16)
+    return decorate
 
 
 def adjoint(x: jax.Array) -> jax.Array:
@@ -132,16 +128,14 @@ def _solve_factored(
     return triangular(factors, triangular(factors, x, lower=True, unit=True), lower=False)
 
 
-@register("linalg_lu_factor_ex")
-@exact
+@exact("linalg_lu_factor_ex")
 def lu_factor_ex(
     a: jax.Array, *, pivot: bool = True, check_errors: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     return _lu(a)
 
 
-@register("linalg_lu")
-@exact
+@exact("linalg_lu")
 def lu(a: jax.Array, *, pivot: bool = True) -> tuple[jax.Array, jax.Array, jax.Array]:
     factors, pivots, _ = _lu(a)
     return _unpack(factors, _permutation(pivots, a.shape[-2]))
@@ -156,16 +150,14 @@ def lu_unpack(
     return tuple(r if keep else empty(out) for r, keep, out in zip(results, wanted, outs, strict=True))
 
 
-@register("linalg_lu_solve")
-@exact
+@exact("linalg_lu_solve")
 def lu_solve(
     factors: jax.Array, pivots: jax.Array, b: jax.Array, *, left: bool = True, adjoint: bool = False
 ) -> jax.Array:
     return _solve_factored(factors, pivots, b, left=left, adjoint_=adjoint)
 
 
-@register("_linalg_solve_ex")
-@exact
+@exact("_linalg_solve_ex")
 def solve_ex(
     a: jax.Array,
     b: jax.Array,
@@ -181,8 +173,7 @@ def solve_ex(
     return (x[..., 0] if vector else x).reshape(out.shape), factors, pivots, info
 
 
-@register("linalg_inv_ex")
-@exact
+@exact("linalg_inv_ex")
 def inv_ex(a: jax.Array, *, check_errors: bool = False) -> tuple[jax.Array, jax.Array]:
     factors, pivots, info = _lu(a)
     return _solve_factored(factors, pivots, eye_like(a)), info
@@ -196,15 +187,13 @@ def _determinant(a: jax.Array, transposed: bool) -> tuple[jax.Array, jax.Array, 
     return jnp.diagonal(factors, axis1=-2, axis2=-1), sign, factors, pivots
 
 
-@register("_linalg_det")
-@exact
+@exact("_linalg_det")
 def det(a: jax.Array, *, transposed: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
     diagonal, sign, factors, pivots = _determinant(a, transposed)
     return sign * jnp.prod(diagonal, -1), factors, pivots
 
 
-@register("_linalg_slogdet")
-@exact
+@exact("_linalg_slogdet")
 def slogdet(a: jax.Array, *, transposed: bool = False) -> tuple[jax.Array, ...]:
     diagonal, sign, factors, pivots = _determinant(a, transposed)
     return sign * jnp.prod(jnp.sign(diagonal), -1), jnp.sum(jnp.log(jnp.abs(diagonal)), -1), factors, pivots
