@@ -4,7 +4,7 @@
 
 from xla_amp.lowering.attention import sdpa
 from xla_amp.lowering.linalg import contraction, factorization
-from xla_amp.lowering.math import arithmetic, distance, elementwise, foreach, fourier, ordering, reduction
+from xla_amp.lowering.math import arithmetic, elementwise, foreach, fourier, ordering, reduction
 from xla_amp.lowering.nn import (
     activation,
     convolution,

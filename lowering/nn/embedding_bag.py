@@ -9,21 +9,14 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.ops import segment_sum
 
 from xla_amp.lowering.operand import as_dtype, up
 from xla_amp.lowering.registry import register
-from xla_amp.lowering.tensor.scattering import narrow
+from xla_amp.lowering.tensor.scattering import embedding, embedding_dense_backward, narrow
 
 _SUM, _MEAN, _MAX = 0, 1, 2
 """torch's mode codes (ATen/native/EmbeddingBag.h)."""
-
-
-def _rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-    return table.at[narrow(indices, table.shape[0])].get(mode="promise_in_bounds")
-
-
-def _per_bag(values: jax.Array, bag: jax.Array, bags: int) -> jax.Array:
-    return jnp.zeros((bags, *values.shape[1:]), values.dtype).at[bag].add(values, mode="promise_in_bounds")
 
 
 @register("_embedding_bag", "_embedding_bag_forward_only")
@@ -44,14 +37,14 @@ def embedding_bag(
     bags = outs[0].shape[0]
     bag = jnp.searchsorted(offsets[:bags], jnp.arange(indices.shape[0], dtype=offsets.dtype), side="right") - 1
     counted = indices != padding_idx if padding_idx >= 0 else jnp.ones(indices.shape, jnp.bool_)
-    size = _per_bag(as_dtype(counted, jnp.int64), bag, bags)
-    rows = up(_rows(weight, indices))
+    size = segment_sum(as_dtype(counted, jnp.int64), bag, bags)
+    rows = up(embedding(weight, indices))
     if mode == _MAX:
         result, max_indices = _maxima(rows, indices, bag, counted, size)
     else:
         rows = jnp.where(counted[:, None], rows, 0)
         rows = rows if per_sample_weights is None else rows * as_dtype(per_sample_weights, rows.dtype)[:, None]
-        result, max_indices = _per_bag(rows, bag, bags), jnp.zeros(outs[3].shape, jnp.int64)
+        result, max_indices = segment_sum(rows, bag, bags), jnp.zeros(outs[3].shape, jnp.int64)
     if mode == _MEAN:
         result = result / as_dtype(jnp.maximum(size, 1), result.dtype)[:, None]
     return result, bag, jnp.pad(size, (0, outs[2].shape[0] - bags)), max_indices
@@ -61,13 +54,11 @@ def _maxima(
     rows: jax.Array, indices: jax.Array, bag: jax.Array, counted: jax.Array, size: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Each bag's maximum per column, 0 for an empty bag; and the table row of its first occurrence."""
-    shape = (size.shape[0], rows.shape[1])
     rows = jnp.where(counted[:, None], rows, -jnp.inf)
-    maximum = jnp.full(shape, -jnp.inf, rows.dtype).at[bag].max(rows, mode="promise_in_bounds")
+    maximum = jax.ops.segment_max(rows, bag, size.shape[0])
     count = indices.shape[0]
     attained = (rows == maximum[bag]) & counted[:, None]
-    entry = jnp.where(attained, jnp.arange(count)[:, None], count)
-    first = jnp.full(shape, count).at[bag].min(entry, mode="promise_in_bounds")
+    first = jax.ops.segment_min(jnp.where(attained, jnp.arange(count)[:, None], count), bag, size.shape[0])
     max_indices = indices.at[jnp.minimum(first, max(count - 1, 0))].get(mode="promise_in_bounds")
     filled = size[:, None] > 0
     return jnp.where(filled, maximum, 0), jnp.where(filled, max_indices, 0)
@@ -99,11 +90,7 @@ def embedding_bag_dense_backward(
     rows = grad[bag]
     if per_sample_weights is not None:
         rows = rows * as_dtype(per_sample_weights, rows.dtype)[:, None]
-    if scale_grad_by_freq:
-        rows = rows / _per_bag(jnp.ones(indices.shape, rows.dtype), indices, num_weights)[indices][:, None]
-    if padding_idx >= 0:
-        rows = jnp.where((indices == padding_idx)[:, None], 0, rows)
-    return table.at[narrow(indices, num_weights)].add(rows, mode="promise_in_bounds")
+    return embedding_dense_backward(rows, indices, num_weights, padding_idx, scale_grad_by_freq)
 
 
 @register("_embedding_bag_per_sample_weights_backward")
@@ -117,5 +104,5 @@ def per_sample_weights_backward(
     padding_idx: int = -1,
 ) -> jax.Array:
     """Gradient of `per_sample_weights`."""
-    products = jnp.sum(up(grad)[bag] * up(_rows(weight, indices)), axis=-1)
+    products = jnp.sum(up(grad)[bag] * up(embedding(weight, indices)), axis=-1)
     return jnp.where(indices == padding_idx, 0, products) if padding_idx >= 0 else products

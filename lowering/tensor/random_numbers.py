@@ -78,49 +78,49 @@ def uniform_(x: jax.Array, low: Any = 0.0, high: Any = 1.0, *, rng: Any) -> jax.
     return jnp.where(as_dtype(value, wide) >= high, as_dtype(low, x.dtype), value)  # rounding can reach the upper bound
 
 
-@_fill("normal_", "mean", "std")
-def normal_(x: jax.Array, mean: Any = 0.0, std: Any = 1.0, *, rng: Any) -> jax.Array:
-    """Normal with the given mean and standard deviation."""
-    return _normal(rng, mean, std, x.shape, _float(x.dtype))
-
-
-def _normal(rng: Any, mean: Any, std: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+def _normal(rng: Any, shape: Sequence[int], dtype: Any, mean: Any = 0.0, std: Any = 1.0) -> jax.Array:
     return as_dtype(mean, dtype) + as_dtype(std, dtype) * jax.random.normal(rng, tuple(shape), dtype)
 
 
-@_fill("log_normal_", "mean", "std")
-def log_normal_(x: jax.Array, mean: Any = 1.0, std: Any = 2.0, *, rng: Any) -> jax.Array:
-    """exp of a normal number."""
-    return jnp.exp(_normal(rng, mean, std, x.shape, _float(x.dtype)))
+def _log_normal(rng: Any, shape: Sequence[int], dtype: Any, mean: Any = 1.0, std: Any = 2.0) -> jax.Array:
+    return jnp.exp(_normal(rng, shape, dtype, mean, std))
 
 
-@_fill("exponential_", "lambd")
-def exponential_(x: jax.Array, rate: Any = 1.0, *, rng: Any) -> jax.Array:
-    """Exponential of rate `rate`; never 0, so that its log and its reciprocal are finite, as in torch."""
-    dtype = _float(x.dtype)
-    drawn = jnp.maximum(jax.random.exponential(rng, x.shape, dtype), jnp.finfo(dtype).tiny)
+def _exponential(rng: Any, shape: Sequence[int], dtype: Any, rate: Any = 1.0) -> jax.Array:
+    """Never 0, so that its log and its reciprocal are finite, as in torch."""
+    drawn = jnp.maximum(jax.random.exponential(rng, shape, dtype), jnp.finfo(dtype).tiny)
     return drawn / as_dtype(rate, dtype)
 
 
-@_fill("geometric_", "p")
-def geometric_(x: jax.Array, p: Any, *, rng: Any) -> jax.Array:
+def _geometric(rng: Any, shape: Sequence[int], dtype: Any, p: Any) -> jax.Array:
     """The number of trials up to the first success, from 1."""
-    dtype = _float(x.dtype)
-    drawn = 1 - jax.random.uniform(rng, x.shape, dtype)  # in (0, 1]
+    drawn = 1 - jax.random.uniform(rng, shape, dtype)  # in (0, 1]
     return jnp.maximum(jnp.ceil(jnp.log(drawn) / jnp.log1p(-as_dtype(p, dtype))), 1)
 
 
-@_fill("cauchy_", "median", "sigma")
-def cauchy_(x: jax.Array, median: Any = 0.0, sigma: Any = 1.0, *, rng: Any) -> jax.Array:
-    """Cauchy around `median` with scale `sigma`."""
-    dtype = _float(x.dtype)
-    return as_dtype(median, dtype) + as_dtype(sigma, dtype) * jax.random.cauchy(rng, x.shape, dtype)
+def _cauchy(rng: Any, shape: Sequence[int], dtype: Any, median: Any = 0.0, sigma: Any = 1.0) -> jax.Array:
+    return as_dtype(median, dtype) + as_dtype(sigma, dtype) * jax.random.cauchy(rng, shape, dtype)
 
 
+DISTRIBUTIONS: dict[str, tuple[tuple[str, ...], Callable[..., jax.Array]]] = {
+    "cauchy_": (("median", "sigma"), _cauchy),
+    "exponential_": (("lambd",), _exponential),
+    "geometric_": (("p",), _geometric),
+    "log_normal_": (("mean", "std"), _log_normal),
+    "normal_": (("mean", "std"), _normal),
+}
+"""Fill -> its parameters, and what draws (key, shape, dtype, *parameters)."""
+
+
+def _in_float(draw: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda x, *parameters, rng: draw(rng, x.shape, _float(x.dtype), *parameters)
+
+
+@register("bernoulli.Tensor", "bernoulli.p", lifted=("p",))
 @_fill("bernoulli_.Tensor")
 @_fill("bernoulli_.float", "p")
-def bernoulli_(x: jax.Array, p: Any = 0.5, *, rng: Any) -> jax.Array:
-    """1 with probability `p`, a number or an array, otherwise 0."""
+def bernoulli_by(x: jax.Array, p: Any = 0.5, *, rng: Any) -> jax.Array:
+    """1 with probability `p`, a number or an array, otherwise 0; shape and dtype of `x`."""
     return as_dtype(coin(rng, p, x.shape), x.dtype)
 
 
@@ -171,25 +171,19 @@ def _integers(rng: Any, low: Any, high: Any, shape: Sequence[int]) -> jax.Array:
 @register("bernoulli")
 def bernoulli(x: jax.Array, *, rng: Any) -> jax.Array:
     """1 with the element's probability in `x`, otherwise 0."""
-    return as_dtype(coin(rng, x, x.shape), x.dtype)
-
-
-@register("bernoulli.Tensor", "bernoulli.p", lifted=("p",))
-def bernoulli_p(x: jax.Array, p: Any, *, rng: Any) -> jax.Array:
-    """1 with probability `p`, a number or an array, otherwise 0; shape and dtype of `x`."""
-    return as_dtype(coin(rng, p, x.shape), x.dtype)
+    return bernoulli_by(x, x, rng=rng)
 
 
 @register("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor", lifted=("mean", "std"))
 def normal(mean: Any, std: Any = 1.0, *, rng: Any, out: Any) -> jax.Array:
     """Normal numbers with a mean and a standard deviation for each element."""
-    return _normal(rng, mean, std, out.shape, _float(out.dtype))
+    return _normal(rng, out.shape, _float(out.dtype), mean, std)
 
 
 @register("normal.float_float", lifted=("mean", "std"))
 def normal_of_size(mean: Any, std: Any, size: Sequence[int], *, dtype: Any = None, rng: Any, out: Any) -> jax.Array:
     """Normal numbers with one mean and standard deviation."""
-    return _normal(rng, mean, std, out.shape, _float(out.dtype))
+    return _normal(rng, out.shape, _float(out.dtype), mean, std)
 
 
 @register("randperm", "randperm.generator")
@@ -218,22 +212,17 @@ def multinomial(weights: jax.Array, num_samples: int, replacement: bool = False,
     return search(cumulative, drawn).reshape(*weights.shape[:-1], num_samples)
 
 
-@register("poisson")
-def poisson(rate: jax.Array, *, rng: Any) -> jax.Array:
-    """Poisson numbers of the given rates."""
-    return as_dtype(jax.random.poisson(rng, up(rate)), opmath(rate.dtype))
+SAMPLERS: dict[str, Callable[..., jax.Array]] = {
+    "_sample_dirichlet": jax.random.dirichlet,
+    "_standard_gamma": jax.random.gamma,
+    "binomial": jax.random.binomial,
+    "poisson": lambda rng, rate, dtype: as_dtype(jax.random.poisson(rng, rate), dtype),
+}
+"""Operation -> what draws (key, *parameters, dtype=) with arrays of parameters."""
 
 
-@register("binomial")
-def binomial(count: jax.Array, probability: jax.Array, *, rng: Any) -> jax.Array:
-    """Number of successes in `count` trials."""
-    return jax.random.binomial(rng, up(count), up(probability), dtype=opmath(count.dtype))
-
-
-@register("_standard_gamma")
-def standard_gamma(shape: jax.Array, *, rng: Any) -> jax.Array:
-    """Gamma numbers of rate 1."""
-    return jax.random.gamma(rng, up(shape), dtype=opmath(shape.dtype))
+def _of_arrays(draw: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda *parameters, rng: draw(rng, *map(up, parameters), dtype=opmath(parameters[0].dtype))
 
 
 @register("_standard_gamma_grad")
@@ -243,7 +232,7 @@ def standard_gamma_grad(shape: jax.Array, sample: jax.Array) -> jax.Array:
     return gradient
 
 
-@register("_sample_dirichlet")
-def sample_dirichlet(concentration: jax.Array, *, rng: Any) -> jax.Array:
-    """Dirichlet numbers along the last axis."""
-    return jax.random.dirichlet(rng, up(concentration), dtype=opmath(concentration.dtype))
+for _name, (_parameters, _draw) in DISTRIBUTIONS.items():
+    _fill(_name, *_parameters)(_in_float(_draw))
+for _name, _draw in SAMPLERS.items():
+    register(_name)(_of_arrays(_draw))

@@ -29,3 +29,40 @@ def test_windows(device: torch.device) -> None:
 
 def test_a_gamma_function_in_place(device: torch.device) -> None:
     assert_same(lambda place: (sample(4, 5).abs() + 3).to(place).polygamma_(1), rtol=1e-6, atol=1e-6)
+
+
+POWERS = (0.0, 0.5, 1.0, 2.0, 3.0, float("inf"))
+
+
+def test_points_that_coincide(device: torch.device) -> None:
+    x, y = sample(2, 4, 3, dtype=torch.float64), sample(2, 5, 3, dtype=torch.float64, seed=1)
+    x[:, 0] = x[:, 1]
+    y[:, 2], y[:, 3, 1] = x[:, 1], x[:, 2, 1]
+
+    def distances(where: str) -> list[torch.Tensor]:
+        found = []
+        for p in POWERS:
+            a, b = (each.clone().to(where).requires_grad_() for each in (x, y))
+            between, within = torch.cdist(a, b, p), torch.pdist(a[0], p)
+            weights = torch.arange(1.0, 41, dtype=torch.float64, device=where).reshape(2, 4, 5)
+            total = (between * weights).sum() + (within * weights.view(-1)[:6]).sum()
+            found += [between, within, *torch.autograd.grad(total, (a, b))]
+        return found
+
+    assert_same(distances, rtol=1e-11, atol=1e-11)
+
+
+def test_euclidean_distances_of_few_and_many_rows_and_no_points(device: torch.device) -> None:
+    sizes = ((3, 3), (30, 3), (0, 3), (2, 0))
+    modes = ("use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist")
+
+    def distances(where: str) -> list[torch.Tensor]:
+        found = []
+        for rows, columns in sizes:
+            x, y = (sample(n, columns, dtype=torch.float64, seed=n).to(where).requires_grad_() for n in (rows, 4))
+            for mode in modes:
+                between = torch.cdist(x, y, 2.0, mode)
+                found += [between, *torch.autograd.grad(between.sum(), (x, y)), torch.pdist(x), torch.cdist(x, y, 1.0)]
+        return found
+
+    assert_same(distances, rtol=1e-6, atol=1e-7)

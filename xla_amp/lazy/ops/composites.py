@@ -205,6 +205,22 @@ def _encoder_layer(
     return norm(x + feed_forward(x), 1)
 
 
+# -- distances, composed so that their gradients are; torch composes large Euclidean ones -----------------------------
+
+
+@KERNELS.implements("_cdist_forward")
+def _cdist(x: torch.Tensor, y: torch.Tensor, p: float, compute_mode: int | None) -> torch.Tensor:
+    difference = x[..., :, None, :] - y[..., None, :, :]
+    # The count of components that differ has a gradient, of zeros; `norm` of order 0 has none.
+    return difference.norm(p, -1) if p and x.shape[-1] else difference.sign().abs().sum(-1)
+
+
+@KERNELS.implements("_pdist_forward")
+def _pdist(x: torch.Tensor, p: float = 2.0) -> torch.Tensor:
+    i, j = torch.triu_indices(len(x), len(x), 1).to(x.device)
+    return _cdist(x[i, None], x[j, None], p, None)[:, 0, 0]
+
+
 # -- rare losses, composed so that their gradients are -----------------------------------------------------------------
 
 

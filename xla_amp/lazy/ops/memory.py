@@ -220,13 +220,6 @@ def _copy_from_and_resize(self: torch.Tensor, dst: torch.Tensor) -> torch.Tensor
 # -- compositions of other operations ---------------------------------------------------------------------------------
 
 
-@KERNELS.implements("_weight_norm_interface")
-def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.float32 if g.dtype is torch.bfloat16 else None
-    norm = v.norm(2, [d for d in range(v.dim()) if d != dim], keepdim=True, dtype=wide)
-    return v * (g / norm.to(g.dtype)), norm
-
-
 @KERNELS.implements("_weight_norm_interface_backward")
 def _weight_norm_backward(
     grad_w: torch.Tensor, saved_v: torch.Tensor, saved_g: torch.Tensor, saved_norms: torch.Tensor, dim: int

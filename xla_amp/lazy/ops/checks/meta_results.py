@@ -175,16 +175,6 @@ def _histogram_of_points(x: torch.Tensor, bins: list[torch.Tensor], **_: Any) ->
     return x.new_empty([edges.shape[0] - 1 for edges in bins])
 
 
-@_of("_grid_sampler_2d_cpu_fallback")
-def _grid_sampler(image: torch.Tensor, grid: torch.Tensor, *codes: Any) -> torch.Tensor:
-    return image.new_empty((*image.shape[:2], *grid.shape[1:3]))
-
-
-@_of("_grid_sampler_2d_cpu_fallback_backward")
-def _like_the_operands(grad: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *codes: Any) -> Any:
-    return torch.empty_like(x), torch.empty_like(grid)
-
-
 # -- convolutions as composites ask for them on an out-of-tree device: torch._convolution ------------------------------
 
 
