@@ -6,8 +6,9 @@ mask is not converted to positions: `masked_write` selects elements, so the numb
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -47,23 +48,14 @@ def _identity(mode: str, dtype: Any) -> Any:
     return 1 if mode in ("prod", "multiply") else 0
 
 
-_WRITE: dict[str, Callable[..., jax.Array]] = {
-    "add": lambda at, source: at.add(source, mode="promise_in_bounds"),
-    "amax": lambda at, source: at.max(source, mode="promise_in_bounds"),
-    "amin": lambda at, source: at.min(source, mode="promise_in_bounds"),
-    "mean": lambda at, source: at.add(source, mode="promise_in_bounds"),
-    "multiply": lambda at, source: at.multiply(source, mode="promise_in_bounds"),
-    "prod": lambda at, source: at.multiply(source, mode="promise_in_bounds"),
-    "set": lambda at, source: at.set(source, mode="promise_in_bounds"),
-    "sum": lambda at, source: at.add(source, mode="promise_in_bounds"),
-}
-"""torch's names of reductions -> write to ``x.at[index]``."""
+_WRITES = {"amax": "max", "amin": "min", "mean": "add", "prod": "multiply", "sum": "add"}
+"""torch's name of a reduction -> that of the write to ``x.at[index]``, if it has another."""
 
 
 def _combine(x: jax.Array, index: tuple[Any, ...], source: Any, mode: str, include_self: bool = True) -> jax.Array:
     """`x` with `source` combined into its elements at `index`; without `include_self` these start as the identity."""
     if mode == "set":
-        return _WRITE[mode](x.at[index], as_dtype(source, x.dtype))
+        return x.at[index].set(as_dtype(source, x.dtype), mode="promise_in_bounds")
     if x.dtype == np.bool_:  # a sum of booleans is true if one of them is
         return _combine(as_dtype(x, np.int32), index, as_dtype(source, np.int32), mode, include_self) != 0
     x, original = up(x), x.dtype
@@ -71,7 +63,7 @@ def _combine(x: jax.Array, index: tuple[Any, ...], source: Any, mode: str, inclu
     if not include_self:
         touched = jnp.zeros(x.shape, jnp.bool_).at[index].set(True, mode="promise_in_bounds")
         x = jnp.where(touched, np.asarray(_identity(mode, x.dtype), x.dtype), x)
-    result = _WRITE[mode](x.at[index], source)
+    result: jax.Array = getattr(x.at[index], _WRITES.get(mode, mode))(source, mode="promise_in_bounds")
     if mode == "mean":
         start = jnp.full(x.shape, 1 if include_self else 0, jnp.int32)
         count = as_dtype(jnp.maximum(start.at[index].add(1, mode="promise_in_bounds"), 1), x.dtype)
@@ -82,86 +74,49 @@ def _combine(x: jax.Array, index: tuple[Any, ...], source: Any, mode: str, inclu
 # -- scatter: one position per element of `source`, along one axis ----------------------------------------------------
 
 
-def _scatter(x: jax.Array, dim: int, index: jax.Array, source: Any, mode: str, include_self: bool = True) -> jax.Array:
+@register("scatter.reduce", "scatter.value_reduce", "scatter_reduce.two")
+def scatter(x: jax.Array, dim: int, index: jax.Array, source: Any, reduce: str, include_self: bool = True) -> jax.Array:
+    """`x` with elements of `source`, or a number, combined into those at positions along `dim`."""
     if x.ndim == 0:
         source = source.reshape(-1) if getattr(source, "ndim", 0) else source
-        return _scatter(x[None], 0, index.reshape(-1), source, mode, include_self).reshape(())
+        return scatter(x[None], 0, index.reshape(-1), source, reduce, include_self).reshape(())
     if index.ndim == 0:
         index = index[None]
     if getattr(source, "ndim", 0):  # a number is broadcast; a tensor may be larger than the index
         source = source[tuple(slice(extent) for extent in index.shape)]
     positions = [lax.broadcasted_iota(jnp.int32, index.shape, axis) for axis in range(x.ndim)]
     positions[dim % x.ndim] = narrow(index, x.shape[dim])
-    return _combine(x, tuple(positions), source, mode, include_self)
+    return _combine(x, tuple(positions), source, reduce, include_self)
 
 
-@register("scatter.src", "scatter.value")
-def scatter(x: jax.Array, dim: int, index: jax.Array, source: Any) -> jax.Array:
-    """`x` with elements of `source`, or a number, written at positions along `dim`."""
-    return _scatter(x, dim, index, source, "set")
-
-
-@register("scatter.reduce", "scatter.value_reduce")
-def scatter_by(x: jax.Array, dim: int, index: jax.Array, source: Any, *, reduce: str) -> jax.Array:
-    """`scatter` that adds or multiplies."""
-    return _scatter(x, dim, index, source, reduce)
-
-
-@register("scatter_add")
-def scatter_add(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> jax.Array:
-    """`scatter` that adds."""
-    return _scatter(x, dim, index, source, "sum")
-
-
-@register("scatter_reduce.two")
-def scatter_reduce(
-    x: jax.Array, dim: int, index: jax.Array, source: jax.Array, reduce: str, *, include_self: bool = True
-) -> jax.Array:
-    """`scatter` that reduces by "sum", "prod", "mean", "amax" or "amin"."""
-    return _scatter(x, dim, index, source, reduce, include_self)
+register("scatter.src", "scatter.value")(functools.partial(scatter, reduce="set"))
+register("scatter_add")(functools.partial(scatter, reduce="sum"))
 
 
 # -- index_*: one position per slice ----------------------------------------------------------------------------------
 
 
-def _slices(
-    x: jax.Array, dim: int, index: jax.Array, source: jax.Array, mode: str, include_self: bool = True
+@register("index_reduce")
+def index_reduce(
+    x: jax.Array, dim: int, index: jax.Array, source: Any, reduce: str, *, include_self: bool = True
 ) -> jax.Array:
+    """`x` with its slices at `index` combined with those of `source`, or with a number."""
     y = x.reshape(x.shape or (1,))
     axis = dim % y.ndim
     positions = narrow(index.reshape(-1), y.shape[axis])
-    if source.size != 1 or x.ndim:
+    if getattr(source, "ndim", 0):
         source = source.reshape(*y.shape[:axis], positions.shape[0], *y.shape[axis + 1 :])
-    return _combine(y, along(axis, positions), source, mode, include_self).reshape(x.shape)
+    return _combine(y, along(axis, positions), source, reduce, include_self).reshape(x.shape)
+
+
+register("index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor")(functools.partial(index_reduce, reduce="set"))
 
 
 @register("index_add")
 def index_add(x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, alpha: Any = 1) -> jax.Array:
     """`x` with ``alpha * source`` added to its slices at `index`."""
     source = up(source)
-    return _slices(x, dim, index, source * as_dtype(alpha, source.dtype), "sum")
-
-
-@register("index_copy")
-def index_copy(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> jax.Array:
-    """`x` with its slices at `index` replaced."""
-    return _slices(x, dim, index, source, "set")
-
-
-@register("index_reduce")
-def index_reduce(
-    x: jax.Array, dim: int, index: jax.Array, source: jax.Array, reduce: str, *, include_self: bool = True
-) -> jax.Array:
-    """`x` with its slices at `index` combined with those of `source` by "prod", "mean", "amax" or "amin"."""
-    return _slices(x, dim, index, source, reduce, include_self)
-
-
-@register("index_fill.int_Scalar", "index_fill.int_Tensor")
-def index_fill(x: jax.Array, dim: int, index: jax.Array, value: Any) -> jax.Array:
-    """`x` with its slices at `index` filled with a number."""
-    y = x.reshape(x.shape or (1,))
-    axis = dim % y.ndim
-    return _combine(y, along(axis, narrow(index.reshape(-1), y.shape[axis])), value, "set").reshape(x.shape)
+    return index_reduce(x, dim, index, source * as_dtype(alpha, source.dtype), "sum")
 
 
 @register("put")

@@ -9,34 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import empty_like as _like
 
 from xla_amp.lazy.ops import operators
 
 aten = torch.ops.aten
-SHAPES: dict[Any, Callable[..., Any]] = {}
-"""Operator -> its meta function; `shape_inference.results` looks here first."""
+RANK_REVEALING = ("gelsd", "gelss", "gelsy")
+"""Least-squares drivers that return the rank."""
 
 
-def _of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    operator = operators.find(name)  # private operations come and go with torch's versions
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        if operator is not None:
-            SHAPES[operator] = function
-        return function
-
-    return decorate
-
-
-# -- linear algebra ---------------------------------------------------------------------------------------------------
-
-
-@_of("geqrf")
-def _geqrf(a: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return torch.empty_like(a), a.new_empty((*a.shape[:-2], min(a.shape[-2:])))
-
-
-@_of("linalg_lstsq")
 def _lstsq(a: torch.Tensor, b: torch.Tensor, rcond: float | None, *, driver: str | None) -> tuple[torch.Tensor, ...]:
     rows, columns = a.shape[-2:]
     vector = b.dim() == a.dim() - 1
@@ -51,11 +32,6 @@ def _lstsq(a: torch.Tensor, b: torch.Tensor, rcond: float | None, *, driver: str
     return solution, residuals, rank, values
 
 
-RANK_REVEALING = ("gelsd", "gelss", "gelsy")
-"""Least-squares drivers that return the rank."""
-
-
-@_of("linear_backward")
 def _linear_backward(
     x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, wanted: list[bool]
 ) -> tuple[torch.Tensor | None, ...]:
@@ -63,34 +39,12 @@ def _linear_backward(
     return tuple(grad.new_empty(shape) if want else None for shape, want in zip(shapes, wanted, strict=True))
 
 
-# -- recurrent cells --------------------------------------------------------------------------------------------------
-
-
-@_of("_thnn_fused_lstm_cell")
-def _lstm_cell(
-    input_gates: torch.Tensor, hidden_gates: torch.Tensor, cx: torch.Tensor, *biases: torch.Tensor | None
-) -> tuple[torch.Tensor, ...]:
-    return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(input_gates)
-
-
-@_of("_thnn_fused_gru_cell")
-def _gru_cell(
-    input_gates: torch.Tensor, hidden_gates: torch.Tensor, hx: torch.Tensor, *biases: torch.Tensor | None
-) -> tuple[torch.Tensor, ...]:
-    return torch.empty_like(hx), hx.new_empty((hx.shape[0], 5 * hx.shape[1]))
-
-
-@_of("_thnn_fused_gru_cell_backward")
 def _gru_cell_backward(grad: torch.Tensor, workspace: torch.Tensor, has_bias: bool) -> tuple[torch.Tensor | None, ...]:
     gates = grad.new_empty((grad.shape[0], 3 * grad.shape[1]))
     bias = grad.new_empty(gates.shape[1:]) if has_bias else None
-    return gates, torch.empty_like(gates), torch.empty_like(grad), bias, bias
+    return gates, _like(gates), _like(grad), bias, bias
 
 
-# -- attention --------------------------------------------------------------------------------------------------------
-
-
-@_of("_scaled_dot_product_fused_attention_overrideable")
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, dropout: float, *_: Any, **__: Any
 ) -> tuple[Any, ...]:
@@ -100,15 +54,9 @@ def _attention(
     return output, logsumexp, None, None, None, None, seed, None, None
 
 
-@_of("_scaled_dot_product_fused_attention_overrideable_backward")
 def _attention_backward(grad: torch.Tensor, *rest: Any, **_: Any) -> tuple[torch.Tensor | None, ...]:
     operands, wanted = rest[:4], rest[4]
-    return tuple(
-        torch.empty_like(x) if want and x is not None else None for x, want in zip(operands, wanted, strict=True)
-    )
-
-
-# -- the rest ---------------------------------------------------------------------------------------------------------
+    return tuple(_like(x) if want and x is not None else None for x, want in zip(operands, wanted, strict=True))
 
 
 def _batch_norm_of(operator: Any) -> Callable[..., Any]:
@@ -121,86 +69,19 @@ def _batch_norm_of(operator: Any) -> Callable[..., Any]:
     return shapes
 
 
-for _operator in (aten.native_batch_norm.default, aten._native_batch_norm_legit.default):
-    SHAPES[_operator] = _batch_norm_of(_operator)
-
-
-@_of("_ctc_loss.Tensor")
-def _ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-    steps, batch, _ = log_probs.shape
-    return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, 2 * targets.shape[1] + 1))
-
-
-@_of("_ctc_loss_backward.Tensor")
-def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return torch.empty_like(log_probs)
-
-
-@_of("_logcumsumexp")
-@_of("_sample_dirichlet")
-@_of("_standard_gamma")  # torch 2.13 has a meta kernel of this and the last
-@_of("_standard_gamma_grad")
-@_of("glu_jvp")
-def _like_the_first(x: torch.Tensor, *rest: Any, **_: Any) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-@_of("binomial")
-def _binomial(count: torch.Tensor, prob: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return count.new_empty(torch.broadcast_shapes(count.shape, prob.shape))
-
-
-@_of("histogram.bins_tensor")
-def _histogram(x: torch.Tensor, bins: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty((bins.shape[0] - 1,)), torch.empty_like(bins)
-
-
-@_of("histogram.bin_ct")
-def _histogram_of_equal_bins(x: torch.Tensor, bins: int = 100, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty((bins,)), x.new_empty((bins + 1,))
-
-
-@_of("_histogramdd_bin_edges")
-def _edges_of_equal_bins(x: torch.Tensor, bins: list[int], **_: Any) -> list[torch.Tensor]:
-    return [x.new_empty((count + 1,)) for count in bins]
-
-
-@_of("_histogramdd_from_bin_cts")
-def _histogram_of_points_in_equal_bins(x: torch.Tensor, bins: list[int], **_: Any) -> torch.Tensor:
-    return x.new_empty(bins)
-
-
-@_of("_histogramdd_from_bin_tensors")
-def _histogram_of_points(x: torch.Tensor, bins: list[torch.Tensor], **_: Any) -> torch.Tensor:
-    return x.new_empty([edges.shape[0] - 1 for edges in bins])
-
-
-# -- convolutions as composites ask for them on an out-of-tree device: torch._convolution ------------------------------
-
-
-@_of("convolution_overrideable")
-def _convolution(*args: Any, **kwargs: Any) -> torch.Tensor:
-    result: torch.Tensor = aten.convolution(*args, **kwargs)
-    return result
-
-
-@_of("convolution_backward_overrideable")
 def _convolution_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
     bias_sizes = [grad.shape[1]]
     return aten.convolution_backward(grad, x, weight, bias_sizes, *rest, **kwargs)
 
 
-@_of("_fake_quantize_per_tensor_affine_cachemask_tensor_qparams")
-@_of("fake_quantize_per_channel_affine_cachemask")
-@_of("fake_quantize_per_tensor_affine_cachemask")
 def _with_a_mask(x: torch.Tensor, *rest: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+    return _like(x), _like(x, dtype=torch.bool)
 
 
-# -- grouped matrix products ------------------------------------------------------------------------------------------
+def _like_the_first(x: torch.Tensor, *rest: Any, **_: Any) -> torch.Tensor:
+    return _like(x)
 
 
-@_of("_grouped_mm")
 def _grouped_mm(
     left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None, bias: Any, out_dtype: torch.dtype | None
 ) -> torch.Tensor:
@@ -209,3 +90,49 @@ def _grouped_mm(
     groups: tuple[int, ...] = () if offs is None or 3 in dims else (offs.shape[0],)
     batch = left.shape[:1] if dims == (3, 3) else groups
     return left.new_empty((*batch, left.shape[-2], right.shape[-1]), dtype=out_dtype)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "_ctc_loss.Tensor": lambda x, targets, *_: (
+        x.new_empty(x.shape[1:2]),
+        x.new_empty((x.shape[1], x.shape[0], 2 * targets.shape[1] + 1)),
+    ),
+    "_ctc_loss_backward.Tensor": lambda grad, log_probs, *_: _like(log_probs),
+    **dict.fromkeys(
+        (
+            "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+            "fake_quantize_per_channel_affine_cachemask",
+            "fake_quantize_per_tensor_affine_cachemask",
+        ),
+        _with_a_mask,
+    ),
+    "_grouped_mm": _grouped_mm,
+    "_histogramdd_bin_edges": lambda x, bins, **_: [x.new_empty((count + 1,)) for count in bins],
+    "_histogramdd_from_bin_cts": lambda x, bins, **_: x.new_empty(bins),
+    "_histogramdd_from_bin_tensors": lambda x, bins, **_: x.new_empty([edges.shape[0] - 1 for edges in bins]),
+    # torch 2.13 has meta kernels of the second and the third
+    **dict.fromkeys(
+        ("_logcumsumexp", "_sample_dirichlet", "_standard_gamma", "_standard_gamma_grad", "glu_jvp"), _like_the_first
+    ),
+    "_native_batch_norm_legit": _batch_norm_of(aten._native_batch_norm_legit.default),
+    "_scaled_dot_product_fused_attention_overrideable": _attention,
+    "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+    "_thnn_fused_gru_cell": lambda x, h, hx, *_: (_like(hx), hx.new_empty((hx.shape[0], 5 * hx.shape[1]))),
+    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
+    "_thnn_fused_lstm_cell": lambda x, h, cx, *_: (_like(cx), _like(cx), _like(x)),
+    "binomial": lambda count, prob, *_: count.new_empty(torch.broadcast_shapes(count.shape, prob.shape)),
+    # convolutions as composites ask for them on an out-of-tree device: torch._convolution
+    "convolution_backward_overrideable": _convolution_backward,
+    "convolution_overrideable": aten.convolution,
+    "geqrf": lambda a: (_like(a), a.new_empty((*a.shape[:-2], min(a.shape[-2:])))),
+    "histogram.bin_ct": lambda x, bins=100, **_: (x.new_empty((bins,)), x.new_empty((bins + 1,))),
+    "histogram.bins_tensor": lambda x, bins, **_: (x.new_empty((bins.shape[0] - 1,)), _like(bins)),
+    "linalg_lstsq": _lstsq,
+    "linear_backward": _linear_backward,
+    "native_batch_norm": _batch_norm_of(aten.native_batch_norm.default),
+}
+"""ATen name -> meta function; private operations come and go with torch's versions."""
+SHAPES: dict[Any, Callable[..., Any]] = {
+    operator: function for name, function in _FUNCTIONS.items() if (operator := operators.find(name)) is not None
+}
+"""Operator -> its meta function; `shape_inference.results` looks here first."""
