@@ -210,6 +210,7 @@ def _encoder_layer(
 
 @KERNELS.implements("_cdist_forward")
 def _cdist(x: torch.Tensor, y: torch.Tensor, p: float, compute_mode: int | None) -> torch.Tensor:
+    aten._cdist_forward.default(*map(shape_inference.on_meta, (x, y)), p, compute_mode)  # refuses what torch refuses
     difference = x[..., :, None, :] - y[..., None, :, :]
     # The count of components that differ has a gradient, of zeros; `norm` of order 0 has none.
     return difference.norm(p, -1) if p and x.shape[-1] else difference.sign().abs().sum(-1)
@@ -217,6 +218,7 @@ def _cdist(x: torch.Tensor, y: torch.Tensor, p: float, compute_mode: int | None)
 
 @KERNELS.implements("_pdist_forward")
 def _pdist(x: torch.Tensor, p: float = 2.0) -> torch.Tensor:
+    aten._pdist_forward.default(shape_inference.on_meta(x), p)
     i, j = torch.triu_indices(len(x), len(x), 1).to(x.device)
     return _cdist(x[i, None], x[j, None], p, None)[:, 0, 0]
 

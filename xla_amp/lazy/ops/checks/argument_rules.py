@@ -141,7 +141,7 @@ RULES: Sequence[ArgumentRule] = (
     # kernels do not.  histc counts integers, as CUDA does, and models rely on that.
     _without(
         "bool",
-        "abs addbmm addcmul addmm addmv baddbmm bmm bucketize convolution dot linalg_cross mm mv pow "
+        "abs addbmm addcmul addmm addmv baddbmm bmm bucketize convolution dot linalg_cross linear mm mv pow "
         "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d "
         "trace vdot",
     ),
