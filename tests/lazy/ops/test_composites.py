@@ -13,7 +13,6 @@ from harness import assert_same
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attention
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 import xla_amp
 from xla_amp import lazy as engine
@@ -281,47 +280,7 @@ def test_inference_mode(device):
 
 # -- modules ----------------------------------------------------------------------------------------------------------
 
-
-Case = tuple[nn.Module, list[Tensor], dict[str, Any]]
-
-
-def case(module: nn.Module, *inputs: Tensor, **options: Any) -> Case:
-    return module.double(), list(inputs), options
-
-
-def same_modules(cases: dict[str, Case]) -> None:
-    """Outputs and, in training, gradients of modules on both devices; one program for all."""
-
-    def results(module: nn.Module, inputs: list[Tensor], options: dict[str, Any], where: str) -> Any:
-        here = copy.deepcopy(module).to(where)
-        there, given = tree_map_only(Tensor, lambda x: x.to(where), (inputs, options))
-        with torch.set_grad_enabled(module.training):
-            leaves = [x for x in tree_leaves(here(*there, **given)) if isinstance(x, Tensor)]
-        if not module.training:
-            return leaves
-        sum((x * torch.linspace(1, 2, x.numel()).view(x.shape).to(where)).sum() for x in leaves).backward()
-        return leaves, [p.grad for p in here.parameters()]
-
-    assert_same(lambda where: {name: results(*each, where) for name, each in cases.items()}, rtol=1e-9, atol=1e-9)
-
-
 SEQUENCE = sample(6, 3, 5)
-
-
-def test_recurrent_networks(device):
-    torch.manual_seed(0)
-    cases = {
-        "two directions": case(nn.LSTM(5, 4, num_layers=2, bidirectional=True), SEQUENCE),
-        "batch first": case(nn.GRU(5, 4, bias=False, batch_first=True), SEQUENCE),
-        "tanh": case(nn.RNN(5, 4), SEQUENCE),
-        "relu": case(nn.RNN(5, 4, nonlinearity="relu"), SEQUENCE),
-        "start": case(nn.GRU(5, 4), SEQUENCE, sample(1, 3, 4)),
-        "one sequence": case(nn.LSTM(5, 4), SEQUENCE[:, 0]),
-        "projection": case(nn.LSTM(5, 4, proj_size=2), SEQUENCE[:3]),
-        "LSTMCell": case(nn.LSTMCell(5, 4), SEQUENCE[0]),
-        "GRUCell": case(nn.GRUCell(5, 4, bias=False), SEQUENCE[0]),
-    }
-    same_modules(cases)
 
 
 def test_gradients_of_one_result_of_a_cell(device):
@@ -359,22 +318,7 @@ def test_autocast_reaches_the_whole_layer(device):
 
 
 PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
 TOKENS = sample(2, 5, 8)
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_attention_layers(training, device):
-    torch.manual_seed(0)
-    masks = [{}, {"need_weights": False}, {"average_attn_weights": False}, {"key_padding_mask": PADDING}]
-    masks += [{"attn_mask": CAUSAL, "key_padding_mask": PADDING}]
-    heads = nn.MultiheadAttention(8, 2, batch_first=True).train(training)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=training)
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not training).train(training)
-    cases = {f"heads {' '.join(options)}": case(heads, TOKENS, TOKENS, TOKENS, **options) for options in masks}
-    other = nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu", batch_first=True, norm_first=not training)
-    cases["one layer"] = case(other.train(training), TOKENS)
-    same_modules(cases | {"encoder": case(encoder, TOKENS), "causal encoder": case(encoder, TOKENS, mask=CAUSAL)})
 
 
 def test_an_encoder_layer_in_inference_is_low_under_autocast(device):

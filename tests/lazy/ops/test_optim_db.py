@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim, with every set of options of torch's own optim_db, trains as on the CPU."""
+"""Every optimizer of torch.optim without a closure, with every set of options of optim_db, trains as on the CPU."""
 
 from __future__ import annotations
 
@@ -70,15 +70,3 @@ def test_trains_as_on_the_cpu(device: torch.device, name: str, every: int) -> No
     assert counts.compilations == 0 or name in WAITS
     for kwargs, mine, other in zip(rows, ours, theirs, strict=True):
         same(mine, other, kwargs)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", CLOSURE)
-def test_trains_as_on_the_cpu_with_a_closure(device: torch.device, name: str) -> None:
-    """A line search decides in Python by what it reads, so it waits for the device."""
-    for given in OPTIMIZERS[name].optim_inputs_func(device="cpu"):
-        ours, theirs = (training(OPTIMIZERS[name], given.kwargs, where) for where in ("jax", "cpu"))
-        for _ in range(2):
-            ours.step()
-            theirs.step()
-        same(ours, theirs, given.kwargs)
