@@ -240,11 +240,6 @@ def _histogram(x: jax.Array, edges: Sequence[jax.Array], weight: jax.Array | Non
     return jnp.histogramdd(x.reshape(-1, len(edges)), edges, weights=weights, density=density)[0]
 
 
-def _equal_bins(x: jax.Array, bins: int, limits: Sequence[float] | None) -> jax.Array:
-    """Edges of `bins` equal bins between `limits`, or from the least to the greatest of `x` (0 to 1 for no `x`)."""
-    return jnp.histogram_bin_edges(x, bins, (0, 1) if limits is None and not x.size else limits)
-
-
 @register("histogram.bins_tensor")
 def histogram(
     x: jax.Array, bins: jax.Array, *, weight: jax.Array | None = None, density: bool = False
@@ -261,8 +256,7 @@ def histogram_of_equal_bins(
     weight: jax.Array | None = None,
     density: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Bins of equal width over `range`, or from the least to the greatest element."""
-    edges = _equal_bins(x, bins, range)
+    (edges,) = edges_of_equal_bins(x.reshape(-1, 1), [bins], range=range)
     return _histogram(x, [edges], weight, density), edges
 
 
@@ -275,9 +269,10 @@ def edges_of_equal_bins(
     weight: jax.Array | None = None,
     density: bool = False,
 ) -> list[jax.Array]:
-    points, ends = x.reshape(-1, x.shape[-1]), iter(range or ())
-    limits = [(next(ends), next(ends)) if range else None for _ in bins]
-    return [_equal_bins(points[:, axis], count, limits[axis]) for axis, count in enumerate(bins)]
+    """Edges of equal bins of each axis over `range`, or from the least to the greatest of `x` (0 to 1 for no `x`)."""
+    limits = zip(range[::2], range[1::2], strict=True) if range else [None if x.size else (0, 1)] * len(bins)
+    columns = x.reshape(-1, x.shape[-1]).T
+    return [jnp.histogram_bin_edges(*each) for each in zip(columns, bins, limits, strict=True)]
 
 
 @register("_histogramdd_from_bin_cts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -48,16 +49,14 @@ def arange_by(start: Any, end: Any, step: Any = 1, *, dtype: Any = None, out: An
     return as_dtype(start, wide) + as_dtype(step, wide) * lax.iota(wide, out.shape[0])
 
 
-@register("tril_indices")
-def tril_indices(row: int, col: int, offset: int = 0, *, dtype: Any = None, out: Any) -> jax.Array:
-    """(2, n): the indices on and below a diagonal, row by row."""
-    return jnp.stack(jnp.nonzero(jnp.tri(row, col, offset), size=out.shape[1]))
+def _triangle(row: int, col: int, offset: int = 0, *, upper: bool, dtype: Any = None, out: Any) -> jax.Array:
+    """(2, n): the indices on and below a diagonal, or on and above it, row by row."""
+    inside = jnp.tri(row, col, offset - 1) == 0 if upper else jnp.tri(row, col, offset)
+    return jnp.stack(jnp.nonzero(inside, size=out.shape[1]))
 
 
-@register("triu_indices")
-def triu_indices(row: int, col: int, offset: int = 0, *, dtype: Any = None, out: Any) -> jax.Array:
-    """(2, n): the indices on and above a diagonal, row by row."""
-    return jnp.stack(jnp.nonzero(jnp.tri(row, col, offset - 1) == 0, size=out.shape[1]))
+register("tril_indices")(functools.partial(_triangle, upper=False))
+register("triu_indices")(functools.partial(_triangle, upper=True))
 
 
 # -- windows: torch composes the others -------------------------------------------------------------------------------
