@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from harness import check, sample, together
+from harness import check, lowering_of, sample, together
 
 from xla_amp import hardware
 from xla_amp.lowering import Permuted, forms
 from xla_amp.lowering.linalg import contraction
-from xla_amp.lowering.nn import activation
 from xla_amp.lowering.operand import Biased
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -91,8 +90,8 @@ def test_an_activation_adds_the_bias_of_a_large_layer_in_its_own_kernels_on_gpu(
         assert isinstance(hidden, Biased)
         given = hidden.materialize() if of_sum else hidden
         return [
-            activation.gelu(given, approximate="tanh", platform="gpu"),
-            activation.gelu_backward(grad, given, approximate="tanh", platform="gpu"),
+            lowering_of("gelu").function(given, approximate="tanh", platform="gpu"),
+            lowering_of("gelu_backward").function(grad, given, approximate="tanh", platform="gpu"),
         ]
 
     deferred, of_sum = (jax.jit(functools.partial(passes, of_sum=flag)).lower(*low) for flag in (False, True))
