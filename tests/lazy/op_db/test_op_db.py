@@ -118,7 +118,7 @@ ELSEWHERE: dict[str, str] = {
             "_thnn_fused_lstm_cell",
             "_thnn_fused_lstm_cell_backward_impl",
         ),
-        "tests/lazy/ops/test_composites.py",
+        "tests/lazy/torch_integration/test_device_generic.py",
     ),
     **dict.fromkeys(
         ("_sample_dirichlet", "binomial", "poisson", "randperm", "randperm.generator"),
