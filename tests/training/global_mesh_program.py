@@ -6,6 +6,7 @@ In a step one row of one process's part overflows in float16.
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import json
 import math
@@ -27,7 +28,7 @@ from xla_amp.testing import counts
 
 ROWS, TOKENS, WORDS = 8, 16, 65
 """Of a batch; the vocabulary divides by no number of devices."""
-OVERFLOWS = (2,)
+OVERFLOWS = (2, 5)
 """Steps in which the last row, which only the last process has, overflows."""
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
@@ -58,17 +59,36 @@ def made(device: torch.device, mesh: Any, recipe: str, seed: int) -> tuple[dict[
 
 
 def train(
-    device: torch.device, mesh: Any, layout: Any, state: dict[str, Any], steps: Iterable[int], rank: int
+    device: torch.device,
+    mesh: Any,
+    layout: Any,
+    state: dict[str, Any],
+    steps: Iterable[int],
+    rank: int,
+    transform: Callable[[Any], Any] = lambda step: step,
 ) -> dict[str, Any]:
     """Losses of some steps, and what the last one cost."""
     model, optimizer, scaler = state.values()
+
+    @transform
+    def step(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        with xla_amp.autocast(device, dtype=torch.float16):
+            logits = model(tokens).logits
+        each = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
+        loss = (each * weights).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
     torch.manual_seed(5)
     losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
+    for number in steps:
+        generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(WORDS, (ROWS, TOKENS), generator=generator)
         weights = torch.ones(ROWS)
-        if step in OVERFLOWS:
+        if number in OVERFLOWS:
             weights[-1] = 1e30  # its gradients do not fit into float16
         if layout is None:
             tokens, weights = tokens.to(device), weights.to(device)
@@ -78,20 +98,13 @@ def train(
             weights = xla_amp.global_batch(weights[mine], mesh, layout.batch[:1])
         xla_amp.sync()
         with counts() as seen:
-            optimizer.zero_grad()
-            with xla_amp.autocast(device, dtype=torch.float16):
-                logits = model(tokens).logits
-            each = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
-            loss = (each * weights).mean()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            losses.append(loss.detach())
+            losses.append(step(tokens, weights))
             xla_amp.sync()
     return {
         "steady": [seen.executions, seen.compilations, seen.host_syncs],
         "collectives": collections.Counter(COLLECTIVE.findall(execute.programs()[-1].optimized_hlo())),
         "losses": torch.stack(losses).tolist(),
+        "replays": getattr(step, "replays", 0),
     }
 
 
@@ -187,6 +200,10 @@ def form(rank: int, world: int, text: str, recipe: str) -> dict[str, Any]:
         xla_amp.sync()
         saving.result()
         found |= loaded(device, mesh, layout, state, rank)
+    for transform in (None, functools.partial(xla_amp.compile, strict=True)) if world == 1 and mesh else ():
+        state, layout = made(device, mesh, recipe, rank)
+        steps = train(device, mesh, layout, state, range(7), rank, transform or (lambda step: step))
+        found["captured" if transform else "recorded"] = steps | held(state)
     return found
 
 

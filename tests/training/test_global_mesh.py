@@ -55,6 +55,14 @@ def test_the_losses_are_those_of_one_device(name):
         assert (process["scale"], process["skipped"]) == (alone()["scale"], alone()["skipped"]) == (512.0, 1)
 
 
+def test_a_captured_step_is_replayed_over_a_mesh_to_the_bit():
+    """With an overflow in a replay."""
+    [process] = together("one process")
+    recorded, captured = process["recorded"], process["captured"]
+    assert (captured.pop("replays"), captured["skipped"]) == (4, 2)
+    assert captured == {name: value for name, value in recorded.items() if name != "replays"}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["fsdp+tp", "fsdp", "tp"])
 def test_what_several_processes_hold_is_equal_to_the_bit(name):

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
-import os
 import re
 import sys
 import warnings
-from pathlib import Path
 
-import forked
 import pytest
 import torch
 from harness import replaying
@@ -234,16 +230,3 @@ def test_explain_sees_every_operation(device):
     with xla_amp.explain() as report, xla_amp.autocast(device):
         step(torch.ones(2, 2, device=device))
     assert [row["operation"] for row in report.rows()] == ["matmul"]
-
-
-# ---- together with the rest ------------------------------------------------------------------------------------------
-
-
-def test_on_a_mesh():
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_PLATFORM": "cpu"}
-    done = forked.run(Path(__file__).with_name("compile_spmd_program.py"), environment=environment)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["replayed"]["replays"] == 6
-    assert found["replayed"]["bits"] == found["recorded"]["bits"]
-    assert found["replayed"]["scale"] == found["recorded"]["scale"] == 512.0
