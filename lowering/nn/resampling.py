@@ -236,14 +236,14 @@ def _sample(image: jax.Array, grid: jax.Array, mode: int, padding: int, align: b
     return result.reshape(*image.shape[:2], *grid.shape[1:-1])
 
 
-@register("grid_sampler_2d", "grid_sampler_3d")
+@register("_grid_sampler_2d_cpu_fallback", "grid_sampler_2d", "grid_sampler_3d")
 def grid_sampler(
     image: jax.Array, grid: jax.Array, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> jax.Array:
     return _sample(up(image), up(grid), interpolation_mode, padding_mode, align_corners)
 
 
-@register("grid_sampler_2d_backward", "grid_sampler_3d_backward")
+@register("_grid_sampler_2d_cpu_fallback_backward", "grid_sampler_2d_backward", "grid_sampler_3d_backward")
 def grid_sampler_backward(
     grad: jax.Array,
     image: jax.Array,

@@ -106,6 +106,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
         ),
         _with_a_mask,
     ),
+    "_grid_sampler_2d_cpu_fallback": lambda image, grid, *_: image.new_empty((*image.shape[:2], *grid.shape[1:3])),
+    "_grid_sampler_2d_cpu_fallback_backward": lambda grad, image, grid, *_: (_like(image), _like(grid)),
     "_grouped_mm": _grouped_mm,
     "_histogramdd_bin_edges": lambda x, bins, **_: [x.new_empty((count + 1,)) for count in bins],
     "_histogramdd_from_bin_cts": lambda x, bins, **_: x.new_empty(bins),
