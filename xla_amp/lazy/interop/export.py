@@ -20,6 +20,7 @@ from xla_amp.lazy.capture.values import bound
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.interop.locations import Locations
 from xla_amp.lazy.programs import execute, pjrt
+from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.programs.observed import function_of, observed
 from xla_amp.lazy.tensors import tensor_io
 
@@ -110,16 +111,18 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
         names.setdefault(id(buffer), name if tensor_io.is_whole(tensor) else f"storage of {name}")
         holders.append(buffer)
     first = list(dict.fromkeys(names[id(tensor_io.buffer_of(tensor))] for tensor in given.values()))
-    locations = Locations()
+    locations, reads = Locations(), metrics.host_syncs
     with observed(lambda parameter, _: np.array(parameter.array)) as runs:
         with locations:
             result = step(*args, **kwargs)
+        is_read = bool(runs) and metrics.host_syncs > reads
         execute.sync()
     if not runs:
         raise CaptureError("export(): the call recorded nothing on the lazy device; are its tensors there?")
-    if len(runs) > 1:
+    if len(runs) > 1 or is_read:
+        what = f"{len(runs)} programs" if len(runs) > 1 else "one program and read its values"
         raise CaptureError(
-            f"export(): the call ran {len(runs)} programs; expected one. The first ended at {runs[0].where}. "
+            f"export(): the call ran {what}; expected one, and no read. The first ended at {runs[0].where}. "
             "Take .item(), print, `if tensor:` and sync() out of it, or export its parts"
         )
     returned = [
