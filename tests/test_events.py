@@ -60,9 +60,6 @@ def test_the_users_line_is_found_by_module_whatever_the_folder_is_called(folder,
     assert train.step(eval("lambda: user_location()", scope | {"__name__": "torch_geometric.nn"})) == "<string>:1"
 
 
-# ---- warnings --------------------------------------------------------------------------------------------------------
-
-
 def test_every_warning_has_a_category_of_the_library():
     """ruff's TID251 says where another function than `events.warn` warns."""
     categories = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Warning)]

@@ -81,9 +81,6 @@ def test_a_skipped_step_changes_no_bit(name):
     assert set(counts) <= {3}
 
 
-# -- programs ---------------------------------------------------------------------------------------------------------
-
-
 CONDITIONALS = {
     **OPTIMIZERS,
     "every second": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
@@ -112,9 +109,6 @@ def test_a_new_state_can_be_donated():
     for _ in range(2):  # the scale that was given is still there for the second state
         state = step(optimizer.init(params), params)
     assert (int(state.skipped), float(scale.value)) == (0, 2.0**16)
-
-
-# -- loss scale, extra arguments, several devices ---------------------------------------------------------------------
 
 
 def test_the_flag_of_value_and_grad_is_used():

@@ -202,8 +202,6 @@ def test_examples_in_the_docstrings(name):
     assert result.attempted > 0
 
 
-# ---- docs/policy.md --------------------------------------------------------------------------------------------------
-
 PAGE = (Path(__file__).parents[2] / "docs" / "policy.md").read_text(encoding="utf-8")
 (EXAMPLE,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 

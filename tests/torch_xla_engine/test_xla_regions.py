@@ -112,9 +112,6 @@ def test_mistakes(call, error, message):
         call()
 
 
-# ---- one rule, one meaning: the programs of tests/policy/test_one_rule_one_meaning.py --------------------------------
-
-
 @pytest.mark.parametrize("cast", CASTS)
 def test_every_cast(cast):
     for program, record in run_in_torch(cast, torch.device("xla"), mixed_products=True):

@@ -89,9 +89,6 @@ def test_learning_rates_compile_nothing():
     assert compiled == [1, 1, 0, 0, 0, 0, 0, 0]  # the first step makes the state
 
 
-# ---- faults of torch_xla ---------------------------------------------------------------------------------------------
-
-
 def test_gradients_of_sums():
     """Their elements share memory, and torch_xla 2.9 adds where it should overwrite."""
     weight = nn.Parameter(torch.ones(2).to("xla"))
@@ -104,9 +101,6 @@ def test_gradients_of_sums():
     (other := nn.Parameter(torch.ones(2).to("xla"))).sum().backward()
     other.grad.mul_(3)
     assert other.grad.tolist() != [3.0, 3.0]  # torch_xla's own: [5, 5]; when this fails `make_own` is not needed
-
-
-# ---- what a step costs -----------------------------------------------------------------------------------------------
 
 
 def train(scaler: torch.amp.GradScaler, make, steps: int = 6) -> dict[str, float]:

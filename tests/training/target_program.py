@@ -105,9 +105,6 @@ def texts(rank, world):
     return found
 
 
-# ---- weights of all kinds that are sharded ---------------------------------------------------------------------------
-
-
 class Model(nn.Module):
     """A table, a convolution, float32 weights and a bfloat16 one."""
 

@@ -94,9 +94,6 @@ def test_a_task_of_several_does_not_train_alone(monkeypatch, variables, words):
     assert placed(monkeypatch, {**variables, "XLA_AMP_ALONE": "1"}) is None
 
 
-# ---- two processes ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.full
 @pytest.mark.processes
 def test_processes_find_each_other_and_agree(tmp_path):

@@ -182,9 +182,6 @@ def test_init_process_group_ends_when_a_process_does_not_start(ours, arguments):
     assert "1/2 clients joined" in words
 
 
-# ---- in one process, with the backend gloo ---------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def group(tmp_path_factory):
     store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)

@@ -89,8 +89,6 @@ def test_tensor_parallel_adds_partial_products_on_h100(compiled):
     assert found == {("all-reduce", "f32"): WEIGHTS // 2 + 128 // 2 + 32 + 2 + second}
 
 
-# ---- weights of all kinds that are sharded ---------------------------------------------------------------------------
-
 ALL_WEIGHTS = 16 * 4 * 9 + 16 + 256 * 256 + 256 + 128 * 256 + 128 + 32 * 128 + 32
 TABLE, ROWS, IMAGES = 64 * 256, 4096 * 256, 4096 * 4 * 4 * 4
 """Elements of the weights, of the table, of the rows that are looked up in it, of a batch."""

@@ -62,9 +62,6 @@ def test_another_shape_mode_or_region_is_another_capture(device, low_of):
             assert product(matrix).dtype is torch.float32
 
 
-# ---- what cannot be replayed -----------------------------------------------------------------------------------------
-
-
 def counter_in_c():
     """A function that counts its calls where no Python value shows it: in an option of the garbage collector."""
     young, middle, _ = gc.get_threshold()

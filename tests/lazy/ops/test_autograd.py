@@ -127,9 +127,6 @@ def test_same_as_the_cpu(device: torch.device) -> None:
     assert counts.fallbacks == 0
 
 
-# ---- errors are PyTorch's own ----------------------------------------------------------------------------------------
-
-
 def test_a_value_needed_for_backward_that_was_changed(device: torch.device) -> None:
     w = torch.ones(3, device=device, requires_grad=True)
     y = w.exp()
@@ -169,9 +166,6 @@ def test_an_optimizer_step_makes_older_graphs_stale(device: torch.device) -> Non
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         second.backward()
-
-
-# ---- one executable --------------------------------------------------------------------------------------------------
 
 
 def test_a_backward_pass_does_not_cut(device: torch.device) -> None:

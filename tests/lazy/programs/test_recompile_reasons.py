@@ -171,9 +171,6 @@ def test_captured_steps_say_why_they_are_recorded_again(
     assert "scale changed from 2.0 to 4.0" in texts[2]
 
 
-# ---- a long compilation ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executables, "QUIET", 0.05)

@@ -74,8 +74,6 @@ def test_nested_and_disabled(outer, inner, matrix):
         assert (matrix @ matrix).dtype is torch.float16
 
 
-# ---- processes -------------------------------------------------------------------------------------------------------
-
 PROGRAM = """
 import torch, xla_amp
 region = torch.autocast("xla")  # made before the device exists

@@ -71,8 +71,6 @@ def test_clipping_does_not_wait(device: torch.device) -> None:
     assert counts.host_syncs == 1  # this form asks
 
 
-# ---- torch.jit.trace, as TensorBoard and ONNX's first exporter call it -----------------------------------------------
-
 TRACED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "a convolution": (lambda: nn.Conv1d(3, 4, 3, padding=1), (2, 3, 8)),
     "a recurrent layer": (lambda: First(nn.GRU(8, 4)), (3, 2, 8)),

@@ -130,8 +130,6 @@ def test_an_odd_product_is_padded_on_gpu_only_where_that_is_turned_on(monkeypatc
     assert len(forms.chosen("product")) == 1
 
 
-# -- transposed operands ----------------------------------------------------------------------------------------------
-
 PAIRS: dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], tuple[int, ...]]] = {
     "mm": (contraction.mm, (40, 24), (24, 16)),
     "bmm": (contraction.bmm, (3, 40, 24), (3, 24, 16)),
@@ -226,8 +224,6 @@ def test_a_transpose_inside_the_program_is_not_folded_into_a_half_dot() -> None:
     y, weight = np.ones((32, 2, 3), np.float32), np.ones((4, 32), jnp.bfloat16)
     np.testing.assert_array_equal(jax.jit(program)(y, weight), np.full((2, 4), 96))
 
-
-# -- a product for each group, against torch's loop, in all four forms and with empty groups --------------------------
 
 GROUPED = {
     "rows_with_an_empty_group": ((12, 8), (3, 8, 16), [0, 7, 12]),

@@ -143,9 +143,6 @@ def test_erfcx_where_its_series_begins():
         harness.compare(run("special_erfcx", x.to(dtype))[0], want, rtol=rtol, atol=0, where="special_erfcx")
 
 
-# -- the harness itself -----------------------------------------------------------------------------------------------
-
-
 def rounds_in_between(x):
     total = x[..., 0] * 0
     for i in range(x.shape[-1]):

@@ -136,8 +136,6 @@ def test_softmax_of_rows_that_are_masked() -> None:
     check("_safe_softmax", x, 0, F32)
 
 
-# -- half types: the result is that of float64, rounded once ----------------------------------------------------------
-
 CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "layer_norm": lambda x: F.layer_norm(x, [256]),
     "group_norm": lambda x: F.group_norm(x.view(4, 16, 16), 4),
@@ -174,9 +172,6 @@ def test_the_result_is_rounded_once(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got, wanted, rtol=0.51 * step, atol=1e-5)
     # the gradient starts from the rounded `grad`, and from a result that was rounded where torch saves it
     torch.testing.assert_close(slope, expected, rtol=4 * step, atol=4 * step * float(expected.abs().max()))
-
-
-# -- batch norm's one-pass statistics where a channel's mean is far from zero -----------------------------------------
 
 
 def off_center(mean: float, dtype: torch.dtype = F32, shape: tuple[int, ...] = (16, 4, 24, 24)) -> torch.Tensor:

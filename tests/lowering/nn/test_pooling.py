@@ -25,8 +25,6 @@ def with_ties(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
     return (sample(*shape, dtype=F64) * 2).round().to(dtype)
 
 
-# -- windows ----------------------------------------------------------------------------------------------------------
-
 MAX_WINDOWS: dict[str, tuple[Any, ...]] = {
     "ceil": ([3], [2], [1], [1], True),
     "no stride given, ceil": ([2], [], [0], [1], True),
@@ -118,9 +116,6 @@ def test_adaptive_windows_of_halves(size: tuple[int, int]) -> None:
     check("_adaptive_avg_pool2d", x, size, wide=True)
     check("_adaptive_avg_pool2d_backward", grad, x, wide=True)
     check("adaptive_max_pool2d_backward", grad, x, aten.adaptive_max_pool2d(x, size)[1], wide=True)
-
-
-# -- interpolation ----------------------------------------------------------------------------------------------------
 
 
 def test_upsample_by_factors() -> None:

@@ -138,8 +138,6 @@ def test_rows(rows):
     check_rows(rows)
 
 
-# -- bags, where torch's CPU kernels are no reference: auxiliary tensors, gradients scaled by frequency ---------------
-
 INDICES = torch.tensor([0, 1, 1, 5, 2, 0])
 OFFSETS = torch.tensor([0, 2, 2, 5])  # the second bag is empty
 

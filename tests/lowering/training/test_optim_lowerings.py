@@ -118,8 +118,6 @@ def test_bias_correction_keeps_its_digits(platform: str) -> None:
     assert abs(corrected_in_float32 / np.sqrt(1e-4) - 1) > 5e-5
 
 
-# -- the check of gradients; the update of the scale is in tests/test_loss_scaling.py ---------------------------------
-
 CHECK = "_amp_foreach_non_finite_check_and_unscale_"
 
 

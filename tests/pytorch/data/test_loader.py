@@ -131,9 +131,6 @@ def test_each_batch_ends_the_step():
     assert state.tolist() == [6.0, 6.0]
 
 
-# ---- buckets ---------------------------------------------------------------------------------------------------------
-
-
 def rows(length, kind=dict):
     batch = {"ids": torch.full((2, length), 7), "labels": torch.full((2, length), 5), "kind": torch.tensor([1, 2])}
     return batch if kind is dict else kind(batch.values())

@@ -17,9 +17,6 @@ from xla_amp import GradScaler
 INF, NAN = float("inf"), float("nan")
 
 
-# ---- the check of gradients ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("place", "value"), [(None, INF), (0, NAN), (-1, INF)])
 def test_unscale_of_several_dtypes(place, value):
     device = xla_amp.xla_device()
@@ -62,9 +59,6 @@ def test_unscale_sparse(device, dtype):
     parameter.grad = torch.sparse_coo_tensor(twice, values, (2, 3), check_invariants=True)
     found.zero_()
     assert scaler._unscale_grads_(optimizer, inverse, found, True)[device].item() == (dtype is torch.float16)
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
 
 
 def model_and_optimizer(device, optimizer_class, options):

@@ -171,9 +171,6 @@ def test_results_are_what_they_are_without_a_report(device):
     assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
 
 
-# ---- forms -----------------------------------------------------------------------------------------------------------
-
-
 def entry(operation="mm", given=("float32",) * 2, used=("bfloat16",) * 2, **fields) -> events.DecisionRecord:
     known = {"cast": "low", "layer": "builtin", "policy": "tpu", "front": "pytorch", "origin": "tables/tpu.toml:1"}
     return events.DecisionRecord(operation=operation, given=given, used=used, result=used[:1], **{**known, **fields})
@@ -233,9 +230,6 @@ def test_the_page(capsys, monkeypatch):
     (code, *_), (shown, *_) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "text"))
     exec(compile(code, "train.py", "exec"), {"__name__": "train"})
     assert capsys.readouterr().out.strip() == shown.strip()
-
-
-# ---- what objects look like in a shell and in a notebook -------------------------------------------------------------
 
 
 def test_short_text():

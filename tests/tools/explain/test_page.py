@@ -39,9 +39,6 @@ def test_a_page_leaves_out_what_is_empty():
     )
 
 
-# ---- operations ------------------------------------------------------------------------------------------------------
-
-
 def operation(**fields) -> Operation:
     row = {name: fields.pop(name) for name in ("verdict", "product") if name in fields}
     known = {"operation": "linear", "module": "h.0", "given": ("float32",), "used": ("bfloat16",), "flops": 100}
