@@ -235,7 +235,7 @@ class _Operation:
             "_operation": self,
             "_plain": tensor_io.PLAIN,
             "_lock": trace.lock,
-            "_tape": trace,
+            "_trace": trace,
             "_code": trace.code,
             "_computed": trace.computed,
             "_floats": trace.floats,
@@ -383,7 +383,7 @@ class _Source:
         self._results()
         body = "\n".join(f"        {line}" for line in self.lines)
         operands = ", ".join(a.variable for a in operation.arguments if a.kind in ("tensor", "tensors"))
-        head = f"    with _lock:\n        if _tape.count > _tape.limit: _look({operands})\n"
+        head = f"    with _lock:\n        if _trace.count > _trace.limit: _look({operands})\n"
         return f"def kernel({self._signature()}):\n{head}{body}\n"
 
     def _signature(self) -> str:
@@ -491,16 +491,16 @@ class _Source:
             [r for r in operation.returns if r.alias_info is None] if operation.variant == "functional" else []
         )
         single = len(operation.returns) == 1 and not operation.mutated and operation.variant == "functional"
-        self.lines.append("_n = _tape.count")
+        self.lines.append("_n = _trace.count")
         if single and str(operation.returns[0].type) == "Tensor":
             self.lines += [
-                "_tape.count = _n + 1",
+                "_trace.count = _n + 1",
                 "_s = _i.outs[0]",
                 *_new_tensor("_t", "_n"),
                 "return _t",
             ]
             return
-        self.lines.append("_tape.count = _n + len(_i.outs)")
+        self.lines.append("_trace.count = _n + len(_i.outs)")
         if operation.variant == "out":
             outs = [argument for argument in operation.arguments if argument.is_out]
             self.lines += [f"_write_out({a.variable}, _i.outs[{i}], _n + {i})" for i, a in enumerate(outs)]
