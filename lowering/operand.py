@@ -183,10 +183,6 @@ class Biased:
         return self.product.shape
 
     @property
-    def ndim(self) -> int:
-        return self.product.ndim
-
-    @property
     def dtype(self) -> np.dtype:
         return np.dtype(self.product.dtype)
 

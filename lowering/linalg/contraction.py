@@ -232,7 +232,7 @@ def vdot(left: jax.Array, right: jax.Array, *, platform: str) -> jax.Array:
 @register("addmm", takes=(Permuted,))
 def addmm(start: Operand, left: Operand, right: Operand, *, beta: Any = 1, alpha: Any = 1, platform: str) -> jax.Array:
     if _is_added_by_cublas(start, left, right, beta, alpha, platform):
-        return mm(left, right, platform=platform) + as_dtype(materialize(start), left.dtype).reshape(-1)
+        return _biased(start, left, right, platform).materialize()
     return accumulate(start, mm(left, right, platform=platform, wide=platform == "gpu"), beta, alpha, left.dtype)
 
 
@@ -248,6 +248,11 @@ def _is_added_by_cublas(start: Operand, left: Operand, right: Operand, beta: Any
     return platform == "gpu" and plain and is_bias and is_half(left.dtype) and size >= _EPILOGUE
 
 
+def _biased(bias: Operand, left: Operand, right: Operand, platform: str) -> Biased:
+    product = mm(left, right, platform=platform)
+    return Biased(product, as_dtype(materialize(bias), product.dtype).reshape(-1))
+
+
 @register("linear", takes=(Permuted,))
 def linear(x: Operand, weight: Operand, bias: Operand | None = None, *, platform: str) -> jax.Array | Biased:
     """Product of the rows of `x`, along its last axis, with those of `weight`; a bias is added before the rounding.
@@ -257,8 +262,8 @@ def linear(x: Operand, weight: Operand, bias: Operand | None = None, *, platform
     rows, columns = _rows(x), _transposed(_rows(weight))
     shape = *x.shape[:-1], *weight.shape[:-1]
     if bias is not None and _is_added_by_cublas(bias, rows, columns, 1, 1, platform):
-        product = mm(rows, columns, platform=platform).reshape(shape)
-        return Biased(product, as_dtype(materialize(bias), product.dtype).reshape(-1))
+        low = _biased(bias, rows, columns, platform)
+        return dataclasses.replace(low, product=low.product.reshape(shape))
     product = mm(rows, columns, platform=platform) if bias is None else addmm(bias, rows, columns, platform=platform)
     return product.reshape(shape)
 
