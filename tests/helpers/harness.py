@@ -51,8 +51,8 @@ TRACED = "/jax/core/compile/jaxpr_trace_duration"
 
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 """Whether torch is older than the pinned version."""
-_LATER = frozenset(("_foreach_clone",))
-"""Operations that an older torch lacks."""
+_LATER = frozenset(("_foreach_clone", "_grid_sampler_2d_cpu_fallback_backward"))
+"""Operations that an older torch lacks, or composes of others."""
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------

@@ -133,3 +133,9 @@ def test_upsample_specials() -> None:
     x[0, 0, 0, 0] = math.inf
     check("upsample_nearest2d", x, [8, 8])
     check("upsample_bilinear2d", x, [3, 3], False)
+
+
+def test_grid_sampler_under_its_other_name() -> None:
+    x, grid = sample(2, 3, 5, 6, dtype=F32), sample(2, 4, 7, 2, dtype=F32, low=-1.6, high=1.6, seed=5)
+    check("_grid_sampler_2d_cpu_fallback", x, grid, 0, 1, True)
+    check("_grid_sampler_2d_cpu_fallback_backward", sample(2, 3, 4, 7, dtype=F32, seed=7), x, grid, 0, 1, True)
