@@ -215,11 +215,7 @@ def report(policy: Policy, effects: Effects, vocabulary: Vocabulary, *, strict: 
         nearest = module_patterns.nearest(pair.pattern, effects.paths) if by_module else ""
         why = why or f"it matched no operation of the program{nearest}"
         (never if hidden and layer.layer in _FOR_THIS_CALL else without)[_line(pair, why)] = None
-    if never or (without and strict):
-        raise PolicyError(_text([*never, *(without if strict else ())], f"the {_FRONTS[vocabulary]} program"))
-    if without:
-        text = _text([*without], f"the {_FRONTS[vocabulary]} program")
-        events.warn(text, RuleWarning)
+    _raise_or_warn([*never, *(without if strict else ())], [*without], f"the {_FRONTS[vocabulary]} program")
 
 
 def report_unmatched(layer: RuleLayer, *, strict: bool, once: bool = False) -> None:
@@ -240,17 +236,19 @@ def report_unmatched(layer: RuleLayer, *, strict: bool, once: bool = False) -> N
     found = [pair for pair in unused((layer,)) if not _process.uses[pair].judged]
     for pair in found if once else ():
         _process.uses[pair].judged = True
-    text = _text([_line(pair, "it has matched no operation") for pair in found], "what ran under autocast")
-    if found and strict:
-        raise PolicyError(text)
-    if found:
-        events.warn(text, RuleWarning)
+    lines = [_line(pair, "it has matched no operation") for pair in found]
+    _raise_or_warn(lines if strict else [], lines, "what ran under autocast")
 
 
 def _line(pair: Match, why: str) -> str:
     return f"{pair.pattern} = {pair.rule.cast} ({pair.rule.origin}): {why}"
 
 
-def _text(lines: list[str], program: str) -> str:
+def _raise_or_warn(errors: list[str], warnings: list[str], program: str) -> None:
+    lines = errors or warnings
     many = "this rule has" if len(lines) == 1 else "these rules have"
-    return f"{many} no effect on {program}:\n  " + "\n  ".join(lines)
+    text = f"{many} no effect on {program}:\n  " + "\n  ".join(lines)
+    if errors:
+        raise PolicyError(text)
+    if warnings:
+        events.warn(text, RuleWarning)
