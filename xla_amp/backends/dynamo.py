@@ -39,4 +39,5 @@ def graph_break(entry: _Function) -> _Function:
     for function in methods:
         skip(inspect.unwrap(function))
         function._torchdynamo_disable = True
+        function._torchdynamo_disable_msg = "Python runs this function of xla_amp; leave out fullgraph=True"
     return entry

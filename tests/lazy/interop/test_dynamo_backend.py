@@ -9,9 +9,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import replaying
 from source_tree import ROOT
 from torch import nn
 from torch._dynamo.backends import registry
+from torch._dynamo.exc import Unsupported
 
 import xla_amp
 from xla_amp.lazy.steps import step_marker
@@ -31,9 +33,7 @@ def dynamo_backend():
     step_marker.keep_hook()
     yield dynamo_backend
     step_marker._step.keeps_hook = False
-    if step_marker._step.hook is not None:
-        step_marker._step.hook.remove()
-        step_marker._step.hook = None
+    step_marker._remove_hook()
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +203,6 @@ def test_the_backward_pass_has_the_casts_of_the_forward_pass(device, inner):
     torch.testing.assert_close(model.weight.grad.cpu().double(), weight.grad, rtol=1e-5, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks:UserWarning")
 def test_rules_for_modules_are_followed(device, low_of):
     """A graph has no modules, so Python runs them."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
@@ -252,6 +251,16 @@ def test_entry_points_that_have_python_state_end_the_graph(device, entry):
     assert not xla_amp.common.events.decided.listeners
     if entry == "captured":
         assert captured.replays > 0
+
+
+@torch._dynamo.config.patch(error_on_recompile=False)
+def test_a_captured_step_runs_a_compiled_module(device):
+    model, x = nn.Dropout(0.5).to(device), torch.ones(64, device=device)
+    with pytest.raises(Unsupported, match="leave out fullgraph=True"):
+        xla_amp.compile(compiled(model))(x)
+    step = replaying(compiled(model, fullgraph=False), x)
+    model.eval()
+    assert torch.equal(step(x), x)
 
 
 @pytest.mark.parametrize(

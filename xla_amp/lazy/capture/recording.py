@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from xla_amp.backends import dynamo
 from xla_amp.backends.trees import tree_leaves
 from xla_amp.lazy.capture.state import Snapshot, State
 from xla_amp.lazy.capture.values import NOWHERE, PLAIN, NotReplayableError, difference, is_dense, plain, view
@@ -75,10 +76,11 @@ class Recording:
 
     def call(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the step, whose operations become one program, and returns its result."""
+        saw = dynamo.graph_break(lambda module, _: self._state.saw(module))
         self.begin, reads, seedings = generator.state(), metrics.host_syncs, generator.seedings
         with (
             observed(self._source) as runs,
-            torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: self._state.saw(module)),
+            torch.nn.modules.module.register_module_forward_pre_hook(saw),
             register_optimizer_step_pre_hook(self._steps),
             step_marker.paused(),
             _young_garbage(),
@@ -208,9 +210,7 @@ class Recording:
                     "that holds it: compile(step, state=[...])"
                 )
         bound = [{at: origin for at, origin in each.bindings.items() if origin is not None} for each in (self, other)]
-        if (
-            self.returned != other.returned or bound[0] != bound[1]
-        ):  # dropping a gradient depends on whether it was there
+        if self.returned != other.returned or bound[0] != bound[1]:  # a gradient that was there may be dropped
             return (
                 "it returns or binds a Python value or tensor that is another one in each call; return tensors and "
                 "constants, in tuples, lists and dictionaries"

@@ -26,7 +26,7 @@ from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import process_groups
 from xla_amp.lazy.programs.execute import sync
-from xla_amp.lazy.steps import forward_hook, step_marker
+from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import storages, tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import (
@@ -255,7 +255,8 @@ def _replace_accelerator() -> None:
 
 
 def _has_any_global_hook(original: Callable[[], Any]) -> Any:
-    return original() and private_api.hooks_of_all_modules() != [forward_hook.before_forward]
+    names = [getattr(hook, "__module__", "") for hook in private_api.hooks_of_all_modules()]
+    return original() and not all(f"{name}".startswith("xla_amp.") for name in names)
 
 
 def _compile(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -355,8 +356,7 @@ PATCHES = (
     ),
     PatchGroup(
         names=("torch.nn.modules.module._has_any_global_hook",),
-        reason="A module that torch.compile made warns of global hooks in each call, also of the one that tells the "
-        "lazy device where a step begins (`step_marker`).",
+        reason="A module that torch.compile made warns of global hooks in each call, also of those of this package.",
         replace=_has_any_global_hook,
     ),
     PatchGroup(
