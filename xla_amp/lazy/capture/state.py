@@ -27,7 +27,6 @@ _OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
 _SILENT: Final = _OF_EVERY_MODULE - {"training"} | {"_until_check"}
 """Attributes of modules and scalers that are read otherwise, or that no step depends on."""
 
-
 _FUSED: Final = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that, with ``fused=True``, give their options to one operation as they are."""
 _TABLES: Final = [
@@ -263,7 +262,7 @@ class State:
             fresh.look(each, f"state[{index}]", Slot(self._declared, index), attributes)
         for value, label, slot in named:
             fresh.look(value, label, slot, names)
-        for owner in (reference() for reference in self._used):
+        for owner in [owner for reference in self._used if (owner := reference()) is not None]:
             fresh.add(owner, f"the {type(owner).__name__} that it calls", NOWHERE)
         objects = self.objects
         if objects is None or not objects.is_current(fresh.objects):
