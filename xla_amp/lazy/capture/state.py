@@ -256,7 +256,7 @@ class State:
         fresh, (named, names) = Reading(), bound(self._step)
         for index, each in enumerate(arguments):
             if not fresh.look(each, f"argument {index}", NOWHERE, names):
-                fresh.compare(f"argument {index}", (type(each), each))
+                fresh.compare(f"argument {index} (a {type(each).__name__}, compared by ==)", (type(each), each))
         for index, each in enumerate(self._declared):
             attributes = tuple(getattr(each, "__dict__", ()))
             fresh.look(each, f"state[{index}]", Slot(self._declared, index), attributes)
