@@ -22,10 +22,11 @@ def random_inputs(module: ir.MlirModule, seed: int = 0) -> list[np.ndarray[Any, 
     Raises:
         ModuleError: an argument has no fixed shape, or more bytes than there is memory.
     """
-    generator = np.random.default_rng(seed)
-    inputs = ir.signature(module).inputs
+    generator = np.random.default_rng(seed % 2**64)
+    inputs, first = ir.signature(module).inputs, _platforms(module)
     try:
-        return [_random(generator, kind, index) for index, kind in enumerate(inputs)]
+        given = [_random(generator, kind, index) for index, kind in enumerate(inputs[len(first) :], len(first))]
+        return [*first, *given]
     except MemoryError:
         kinds = ", ".join(map(str, inputs))
         raise ModuleError(f"arguments {kinds}: this machine has too little memory for them") from None
@@ -69,12 +70,19 @@ def fitted(arrays: Sequence[Any], module: ir.MlirModule, name: str = "module") -
     Raises:
         ModuleError: the number, a shape or a kind of dtype differs.
     """
-    inputs = ir.signature(module).inputs
+    inputs, first = ir.signature(module).inputs, _platforms(module)
+    arrays = [*first, *arrays] if len(arrays) == len(inputs) - len(first) else arrays
     if len(arrays) != len(inputs):
         takes = ", ".join(map(str, inputs))
         raise ModuleError(f"{name}: it takes {len(inputs)} arguments ({takes}), the samples are {len(arrays)} arrays")
     return [_fitted(np.asarray(array), kind, f"{name}, argument {i}")
             for i, (array, kind) in enumerate(zip(arrays, inputs, strict=True))]  # fmt: skip
+
+
+def _platforms(module: ir.MlirModule) -> list[np.ndarray[Any, Any]]:
+    """For a program that ``jax.export`` made for several platforms the number of the first, which is its argument 0."""
+    given = ir.attribute(ir.entry(module), "arg_attrs") or ()
+    return [np.zeros((), np.int32) for each in given if "jax.global_constant" in each]
 
 
 def _fitted(array: np.ndarray[Any, Any], kind: ir.TensorType | None, name: str) -> np.ndarray[Any, Any]:

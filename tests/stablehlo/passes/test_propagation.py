@@ -140,6 +140,14 @@ LOW_BESIDE |= {"a scale, float16", "a far bound, float16"}
 """Where something is low beside the products."""
 
 
+def test_a_bias_follows_a_product_of_which_each_platform_has_one() -> None:
+    def network(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w + bias) @ w
+
+    exported = jax.export.export(jax.jit(network), platforms=("tpu", "cpu"))(jnp.ones((4, 4)), jnp.eye(4), jnp.ones(4))
+    assert runs_in(autocast(exported), "add") == ["bfloat16"]
+
+
 def test_sums_stay_wide_whatever_the_policy_says() -> None:
     body = f"""%a = stablehlo.dot_general %x, %w, {DOT}
       %zero = stablehlo.constant dense<0.0> : tensor<f32>

@@ -75,9 +75,10 @@ def _as_product(node: CastNode, known: dict[int, Axes], given: dict[int, Axes]) 
         return found.axes((first, second))
     if node.adds:
         return beside_low.axes_of_sum([known[slot] for slot in node.inputs if slot in known])
-    if node.moves and len(set(node.inputs)) == 1:
-        return known.get(node.inputs[0], ()) if node.index is not None else _moved(node, known, weight=False)
-    return ()
+    if node.index is not None:  # one of several values, as the result of a branch: a product if each of them is one
+        each = {known.get(slot, ()) for slot in node.inputs}
+        return each.pop() if len(each) == 1 else ()
+    return _moved(node, known, weight=False) if node.moves and len(set(node.inputs)) == 1 else ()
 
 
 def _moved(node: CastNode, known: dict[int, Axes], *, weight: bool) -> Axes:
