@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 from xla_amp.common import units
-from xla_amp.errors import RuleWarning, TargetError
+from xla_amp.errors import RuleWarning, SearchError, TargetError
 from xla_amp.stablehlo import autocast, io
 from xla_amp.stablehlo.program import parse
 
@@ -135,6 +135,8 @@ def test_an_error_that_no_plan_keeps_or_that_nothing_measures_is_refused():
         autocast(program, max_error=0.1)
     with pytest.raises(TargetError, match=r"max_error=0.1.*the achieved error is inf"):
         autocast(program, sample_inputs=(math.nan * X, LAYERS[0]), max_error=0.1)
+    with pytest.raises(SearchError, match="max_error = 0: expected a positive relative error"):
+        autocast(program, sample_inputs=(X, LAYERS[0]), max_error=0)
 
 
 def test_a_result_that_is_zero_but_for_rounding_is_not_judged():

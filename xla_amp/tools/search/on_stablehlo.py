@@ -25,7 +25,7 @@ from xla_amp.stablehlo.program import Program
 from xla_amp.tools.inspect import comparison
 from xla_amp.tools.search import Candidate, Found, Plan, SearchProgram, search
 
-_QUANTITY: Final = "results"
+_QUANTITY: Final = "max_error"
 _MOST: Final = 64
 """Largest number of candidates: more products than these are decided in runs of neighbours."""
 
@@ -75,7 +75,8 @@ class Planned(SearchProgram):
             ModuleError: the program cannot be run on one device.
         """
         held_out = 0 if self.batches == 1 or max_error is None else None
-        found = search(self, budget={_QUANTITY: max_error or sys.float_info.max}, held_out=held_out)
+        limit = sys.float_info.max if max_error is None else max_error
+        found = search(self, budget={_QUANTITY: limit}, held_out=held_out)
         converted = self._converted(found.plan, found)
         achieved = self._achieved(comparison.Runs(converted.module))
         if not found.met and max_error is not None:
