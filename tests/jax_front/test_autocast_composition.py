@@ -222,7 +222,8 @@ def test_logs_of_a_backward_rule_are_returned(x, w):
         ({"residual": True}, PolicyError, r"residual=True.*'keep', 'low'"),
         ({"enabled": 1}, PolicyError, r"enabled=1.*True or False, got int"),
         ({"policy": "tpux"}, PolicyError, r"unknown policy 'tpux'; nearest: tpu"),
-        ({"dtype": jnp.float32, "policy": "tpu"}, UnsupportedDtypeError, r"'tpu' offers jnp\.bfloat16, jnp\.float16"),
+        ({"dtype": jnp.float32, "policy": "tpu"}, UnsupportedDtypeError, "'tpu' offers bfloat16, float16"),
+        ({"rules": ["tanh"]}, PolicyError, r"map names to casts.*got \['tanh'\]"),
         ({"dtype": "bf17"}, UnsupportedDtypeError, r"dtype='bf17'"),
     ],
 )

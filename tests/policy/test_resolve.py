@@ -168,7 +168,7 @@ def test_gaudis_lists_are_refused(monkeypatch):
         (({"sofmax": "low"},), {}, "policy.override, 'sofmax': unknown operation 'sofmax'; nearest: softmax"),
         (({"softmax": "low"},), {"softmax": "fp32"}, "softmax is given as a mapping and as a keyword"),
         ((), {}, "without rules would change nothing"),
-        (("softmax=low",), {}, "expects a mapping"),
+        (("softmax=low",), {}, "map names to casts"),
         (({1: "low"},), {}, r"rules map names to casts.*got 1: 'low'"),
         (({"softmax": ["low"]},), {}, r"rules map names to casts.*got 'softmax': \['low'\]"),
         (({"exp": "low", "exp*": "fp32"},), {}, "operation 'exp' is reached by rules of one layer that disagree"),

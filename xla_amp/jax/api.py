@@ -179,7 +179,7 @@ def autocast(
         raise PolicyError(f"autocast(enabled={enabled!r}): expected True or False, got {type(enabled).__name__}")
     region = AutocastContext(
         policy=policy,
-        rules=None if rules is None else dict(rules),
+        rules=dict(rules) if isinstance(rules, Mapping) else rules,
         dtype=dtype,
         enabled=enabled,
         residual=residual,

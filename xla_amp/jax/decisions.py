@@ -16,7 +16,7 @@ from xla_amp import hardware
 from xla_amp import policy as policies
 from xla_amp.common import events
 from xla_amp.common.types import LOW_DTYPES, Cast
-from xla_amp.errors import AutocastWarning, PolicyError, UnsupportedDtypeError
+from xla_amp.errors import AutocastWarning, PolicyError
 from xla_amp.jax import compat
 from xla_amp.jax.primitives import info
 from xla_amp.policy import Decision, Policy, PolicyLike, op_catalog
@@ -97,17 +97,7 @@ def resolve_settings(
 def _low_dtype(policy: Policy, dtype: Any) -> Any:
     if dtype is None:
         return jnp.dtype(policy.jax_low if policy.jax_low == policy.low or _has_bfloat16() else policy.low)
-    try:
-        name = np.dtype(dtype).name
-    except TypeError:
-        name = str(dtype)
-    if name not in policy.dtypes:
-        legal = ", ".join(f"jnp.{each}" for each in policy.dtypes)
-        raise UnsupportedDtypeError(
-            f"autocast(dtype={dtype!r}): the policy {policy.name!r} offers {legal}; pass one of them, or policy= with "
-            "one that offers it"
-        )
-    return jnp.dtype(name)
+    return jnp.dtype(policy.offered(dtype))
 
 
 def _has_bfloat16() -> bool:

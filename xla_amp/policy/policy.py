@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from xla_amp.common.types import Cast, Layer, LowDtype
-from xla_amp.errors import PolicyError
+from xla_amp.errors import PolicyError, UnsupportedDtypeError
 from xla_amp.policy import module_patterns, op_catalog
 
 MEASURED: Final = "precision search"
@@ -191,7 +191,7 @@ def _agreed(reached: list[Match], names: tuple[str, ...], where: str = "") -> tu
         alike = f", which here is the same as {', '.join(names[1:])}," if len(names) > 1 else ""
         raise PolicyError(
             f"operation {names[0]!r}{alike}{where} is reached by rules of one layer that disagree: {listed}. Name it "
-            "in one of them, or put the exception in a later layer, e.g. policy.override"
+            "in one of them, or in two layers: of XLA_AMP_RULES, policy.override and rules= the later one wins"
         )
     return tuple(reached)
 
@@ -247,6 +247,22 @@ class Policy:
     def named_low(self) -> str:
         """The default low dtypes in words: ``"bfloat16"``, or ``"float16 (JAX, StableHLO: bfloat16)"``."""
         return self.low if self.jax_low == self.low else f"{self.low} (JAX, StableHLO: {self.jax_low})"
+
+    def offered(self, dtype: Any) -> LowDtype:
+        """The low dtype that a caller names: a string, or a dtype of NumPy, JAX or torch.
+
+        Raises:
+            UnsupportedDtypeError: the policy does not offer it.
+        """
+        name = str(getattr(dtype, "name", getattr(dtype, "__name__", dtype))).removeprefix("torch.")
+        name = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "half": "float16"}.get(name, name)
+        for low in self.dtypes:
+            if name == low:
+                return low
+        raise UnsupportedDtypeError(
+            f"autocast(dtype={dtype!r}): the policy {self.name!r} offers {', '.join(self.dtypes)}; pass one of them, "
+            "or policy= with one that offers it"
+        )
 
     @property
     def rules(self) -> tuple[Rule, ...]:

@@ -12,7 +12,6 @@ import functools
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
 
 from xla_amp.common import config, events
 from xla_amp.common.types import Cast, Layer
@@ -87,6 +86,8 @@ def _environment(text: str) -> tuple[RuleLayer, ...]:
 
 
 def _items(rules: Mapping[str, Cast]) -> tuple[tuple[str, Cast], ...]:
+    if not isinstance(rules, Mapping):
+        raise PolicyError(f'rules map names to casts, e.g. {{"softmax": "fp32"}}; got {rules!r}')
     for operation, cast in rules.items():
         if not isinstance(operation, str) or not isinstance(cast, str):
             raise PolicyError(f'rules map names to casts, e.g. {{"softmax": "fp32"}}; got {operation!r}: {cast!r}')
@@ -170,9 +171,7 @@ class override:
         strict: bool = False,
         **casts: Cast,
     ) -> None:
-        given: Mapping[str, Any] = {} if rules is None else rules
-        if not isinstance(given, Mapping):
-            raise PolicyError(f'override() expects a mapping such as {{"softmax": "fp32"}}, got {given!r}')
+        given = dict(_items({} if rules is None else rules))
         if twice := sorted(set(given) & set(casts)):
             raise PolicyError(f"override(): {', '.join(twice)} is given as a mapping and as a keyword; keep one")
         if not given and not casts:

@@ -484,8 +484,9 @@ def test_a_narrowed_argument_shares_no_memory_with_a_wide_result() -> None:
 
 def test_arguments_that_cannot_be_followed() -> None:
     text = main(f"%out = stablehlo.dot_general %x, %w, {DOT}")
-    with pytest.raises(UnsupportedDtypeError, match="offers bfloat16, float16"):
-        autocast(text, dtype="float8_e4m3fn")
+    for dtype in ("float8_e4m3fn", object()):
+        with pytest.raises(UnsupportedDtypeError, match="offers bfloat16, float16"):
+            autocast(text, dtype=dtype)
     with pytest.raises(PolicyError, match="unknown policy 'tpx'"):
         autocast(text, policy="tpx")
     with pytest.raises(ModuleError, match=r"expects MLIR text or bytes.*got int"):

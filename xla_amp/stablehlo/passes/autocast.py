@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
 from xla_amp.common import progress
-from xla_amp.common.types import LOW_DTYPES, Cast, LowDtype
-from xla_amp.errors import ModuleError, TargetError, UnsupportedDtypeError
+from xla_amp.common.types import Cast, LowDtype
+from xla_amp.errors import ModuleError, TargetError
 from xla_amp.policy import DEFAULT, PolicyLike, effects, resolve
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import io, ir
@@ -129,7 +127,7 @@ def warn_of_rules(program: Program, policy: Policy, found: Conversion, *, strict
 def settings(policy: PolicyLike | None, dtype: Any, rules: Mapping[str, Cast] | None) -> tuple[Policy, LowDtype]:
     """The policy in force and the low dtype; raises as `autocast` does."""
     effective = resolve("tpu" if policy in (None, DEFAULT) else policy, rules)
-    return effective, _low(dtype, effective)
+    return effective, effective.jax_low if dtype is None else effective.offered(dtype)
 
 
 class Conversion(NamedTuple):
@@ -241,17 +239,4 @@ def as_program(module: Any) -> Program:
     raise ModuleError(
         f"autocast() expects MLIR text or bytes, a path, a module, jax.jit(f).lower(...) or a jax.export program, got "
         f"{type(module).__name__}"
-    )
-
-
-def _low(dtype: Any, policy: Policy) -> LowDtype:
-    if dtype is None:
-        return policy.jax_low
-    name = dtype if isinstance(dtype, str) else getattr(np.dtype(dtype), "name", "")
-    name = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "half": "float16"}.get(name, name)
-    for low in LOW_DTYPES:
-        if name == low and low in policy.dtypes:
-            return low
-    raise UnsupportedDtypeError(
-        f"autocast(dtype={dtype!r}): the policy {policy.name!r} offers {', '.join(policy.dtypes)}; pass one of them"
     )
