@@ -101,7 +101,6 @@ def test_text_fits_a_terminal_of_80_columns(run, monkeypatch, arguments, shown):
         (("compare", "net.mlir", "low.mlir", "--tolerance", "1e-7"), 1),
         (("inspect", "net.mlir"), 0),
     ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_quiet_leaves_the_exit_status(run, arguments, status):
     run("convert", "net.mlir", "-o", "low.mlir", "-q")

@@ -211,8 +211,9 @@ def operations(root: Any, enters: Callable[[Any], bool] | None = None) -> Iterat
     for block in blocks:
         for view in list(block.operations):
             operation = view.operation
+            inside = len(operation.regions) and (enters is None or enters(operation))  # asked before it may be erased
             yield operation
-            if len(operation.regions) and (enters is None or enters(operation)):
+            if inside:
                 yield from operations(operation, enters)
 
 

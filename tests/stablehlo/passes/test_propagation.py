@@ -330,7 +330,8 @@ def test_casts_of_the_program_are_folded_where_that_keeps_the_rounding() -> None
     # float16 survives float32, so one rounding is left; bfloat16 back and forth is a rounding that must stay.
     body = """%h = stablehlo.convert %x : (tensor<4x4xf32>) -> tensor<4x4xf16>
       %f = stablehlo.convert %h : (tensor<4x4xf16>) -> tensor<4x4xf32>
-      %d = stablehlo.convert %f : (tensor<4x4xf32>) -> tensor<4x4xf64>
+      %g = stablehlo.convert %f : (tensor<4x4xf32>) -> tensor<4x4xf16>
+      %d = stablehlo.convert %g : (tensor<4x4xf16>) -> tensor<4x4xf64>
       %e = stablehlo.convert %d : (tensor<4x4xf64>) -> tensor<4x4xf32>
       %b = stablehlo.convert %e : (tensor<4x4xf32>) -> tensor<4x4xbf16>
       %out = stablehlo.convert %b : (tensor<4x4xbf16>) -> tensor<4x4xf32>"""
