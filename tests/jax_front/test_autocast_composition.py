@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from contractions import contractions
 from jax import export, lax
+from jax.experimental import checkify
 
 import xla_amp
 from xla_amp.errors import AutocastWarning, PolicyError, UnsupportedDtypeError
@@ -102,11 +103,6 @@ def test_static_arguments_and_results_are_unchanged(x, w):
     assert (out["name"], out["none"], out["train"], out["y"].dtype) == ("a", None, True, jnp.float32)
 
 
-def loop_types(function, *args):
-    text = jax.jit(function).lower(*args).as_text()
-    return re.findall(r"stablehlo\.while\(.*\) : (.*)", text)
-
-
 def test_carries_keep_their_dtype(x, w):
     def scanned(x):
         return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)[0]
@@ -115,7 +111,7 @@ def test_carries_keep_their_dtype(x, w):
         return lax.while_loop(lambda c: c[1] < 3, lambda c: (jnp.tanh(c[0] @ w), c[1] + 1), (x, 0))[0]
 
     for function in (scanned, in_a_while):
-        (carried,) = loop_types(autocast(function), x)
+        (carried,) = re.findall(r"stablehlo\.while\(.*\) : (.*)", jax.jit(autocast(function)).lower(x).as_text())
         assert "tensor<4x8xf32>" in carried
         np.testing.assert_allclose(autocast(function)(x), function(x), atol=5e-2)
 
@@ -168,16 +164,18 @@ def test_export_for_several_platforms(x, w):
     np.testing.assert_allclose(found, expected, rtol=2e-2, atol=1e-3)
 
 
-def test_effects_keep_their_order(x, w):
+def test_effects_keep_their_order_and_dtypes(x, w):
     seen = []
 
     def function(x):
         y = x @ w
         jax.debug.callback(lambda v: seen.append(np.asarray(v).dtype.name), y, ordered=True)
         jax.debug.callback(lambda v: seen.append("second"), y, ordered=True)
+        lax.cond(y[0, 0] < 9, lambda: checkify.check(False, "{first}", first=y[0, 0]), lambda: None)
         return y
 
-    jax.block_until_ready(jax.jit(autocast(function))(x))
+    error, y = jax.jit(checkify.checkify(autocast(function)))(x)
+    assert error.get().startswith(f"{y[0, 0]} ")
     jax.effects_barrier()
     assert seen == ["float32", "second"]  # a callback gets the dtype that it was written for
 

@@ -166,7 +166,7 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
         "call_exported", "custom_lin", "ffi_call", "run_state",
         opaque=True,
     )
-    | _row("fixed_dtype", _FIXED, "approx_top_k", exact=True)
+    | _row("fixed_dtype", _FIXED, "approx_top_k", "check", exact=True)
     | _row("fixed_dtype", "JAX 0.12 searches a sorted array with it", "call_hi_primitive", exact=True)
     | _row(
         "fixed_dtype", _FIXED,
