@@ -378,7 +378,7 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return f"{jnp.result_type(value)}{list(jnp.shape(value))}" if _is_array(value) else repr(value)
+    return str(jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}" if _is_array(x) else x, value))
 
 
 def _is_array(leaf: Any) -> bool:
