@@ -50,6 +50,19 @@ class Around(torch.optim.Optimizer):
             p.copy_(slow)
 
 
+class WithoutHooks(torch.optim.Optimizer):
+    """Has no hooks, because neither torch's constructor nor its `zero_grad` was called; as Accelerate's."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
 class Lookahead(Around):
     """Averages in each second step, which it counts in Python."""
 
@@ -156,6 +169,7 @@ FORMS = {
     "around SGD": (lambda p: Around(sgd(p)), True),
     "around Adam": (lambda p: Around(adam(p)), True),
     "around one around syncfree": (lambda p: Around(Around(xla_amp.syncfree.AdamW(p, lr=0.1))), True),
+    "without hooks": (lambda p: WithoutHooks(torch.optim.Adam(p)), True),
     "Lookahead": (lambda p: Lookahead(sgd(p)), False),
     "centralized": (lambda p: Centralized(p, lr=0.1, momentum=0.9), True),
     "named": (Named, False),

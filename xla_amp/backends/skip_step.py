@@ -158,7 +158,8 @@ def _one_counting(optimizer: Optimizer) -> Iterator[None]:
             for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != parameter.device:
                     optimizer.state[parameter][name] = value.to(parameter.device)
-    if not options:
+    # A wrapper that has not called torch's constructor has no hooks; those of the optimizer inside are enough.
+    if not options or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         yield
         return
     # Set in hooks, so that global optimizer hooks, which run around these, see the original options.
