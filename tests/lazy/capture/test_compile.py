@@ -147,6 +147,11 @@ def host_state(device):
     return training(optimizer), r"changes the 'step' of .* \(on the host; use xla_amp\.syncfree\.Adam\) from .* to "
 
 
+def host_count(device):
+    optimizer = torch.optim.Adagrad([nn.Parameter(torch.ones(2, device=device))])
+    return training(optimizer), r"\(on the host; use Adagrad\(\.\.\., lr=torch\.tensor\(.*\), fused=True\)\)"
+
+
 def schedule_inside(device):
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, device=device))], lr=0.5)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 0.5 ** (number % 2))
@@ -173,7 +178,7 @@ def seeds(device):
 
 REFUSALS = [
     item, object_with_a_tensor, counter, growing_list, number_from_elsewhere, value_from_the_host, other_operations,
-    host_state, schedule_inside, graph, seeds, host_result,
+    host_state, host_count, schedule_inside, graph, seeds, host_result,
 ]  # fmt: skip
 
 

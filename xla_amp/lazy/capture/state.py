@@ -184,8 +184,9 @@ def _remedy(optimizer: Optimizer, value: Any) -> str:
     name, tensor = type(optimizer).__name__, f"torch.tensor(..., device={tensor_io.DEVICE_TYPE!r})"
     if not initial_state.is_torchs(initial_state.torchs_class(optimizer)):
         return f" (on the host; make it a tensor: {tensor})"
-    capturable = f"{name}(..., lr={tensor}, capturable=True)"
-    return f" (on the host; use {f'xla_amp.syncfree.{name}' if name in ('SGD', 'Adam', 'AdamW') else capturable})"
+    options = "".join(f", {each}=True" for each in ("capturable", "fused") if each in optimizer.defaults)
+    other = f"{name}(..., lr={tensor}{options})"
+    return f" (on the host; use {f'xla_amp.syncfree.{name}' if name in ('SGD', 'Adam', 'AdamW') else other})"
 
 
 class Snapshot:
