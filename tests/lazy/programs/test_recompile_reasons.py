@@ -130,6 +130,7 @@ def read(x: torch.Tensor) -> None:
     print(x)
     x.cpu()
     f"{x.sum()}"
+    x.requires_grad_().median().backward()  # torch's gradient reads whether the median is NaN
 
 
 def test_each_host_sync_is_logged_with_its_line(
@@ -139,8 +140,9 @@ def test_each_host_sync_is_logged_with_its_line(
     read(torch.rand(3).to(device))
     xla_amp.sync(wait=True)
     expected = ((1, "x.sum().item()"), (2, "if x.sum() > 1:"), (4, "print(x)"), (5, "x.cpu()"), (6, 'f"{x.sum()}"'))
-    *texts, last = list(dict.fromkeys(logged(caplog)))
+    *texts, backward, last = list(dict.fromkeys(logged(caplog)))
     assert texts == [f"Python waits for the device: {line_of(read, at)}: {what}" for at, what in expected]
+    assert backward == "Python waits for the device: a backward pass (MedianBackward0)"
     assert last.endswith(": xla_amp.sync(wait=True)")
 
 

@@ -10,16 +10,14 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import linecache
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xla_amp.common import events
 from xla_amp.errors import EngineError
 from xla_amp.lazy.distributed import consistency, processes, same_values
 from xla_amp.lazy.graph.tape import Tape
-from xla_amp.lazy.programs import execute, mesh
+from xla_amp.lazy.programs import execute, mesh, recompile_reasons
 from xla_amp.lazy.programs.compile import XlaProgram, build
 
 _agreed: set[bytes] = set()
@@ -107,11 +105,7 @@ def _without_donation(program: XlaProgram) -> XlaProgram:
 
 
 def _line() -> str:
-    """The user's line that is running: ``"train.py:12: print(float(loss))"``."""
-    location = events.user_location()
-    file, _, line = location.rpartition(":")
-    source = linecache.getline(file, int(line)).strip() if location else ""
-    return f"{location}: {source}".removesuffix(": ") or "in a backward pass"
+    return recompile_reasons.with_source(recompile_reasons.place())
 
 
 def _describe(program: XlaProgram) -> bytes:

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from xla_amp.common import events
 from xla_amp.common.events import Place
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Buffer, Spec
-from xla_amp.lazy.programs import execute, pjrt
+from xla_amp.lazy.programs import execute, pjrt, recompile_reasons
 from xla_amp.lazy.programs.compile import Key, XlaProgram, build
 from xla_amp.lazy.programs.execute import Run
 
@@ -87,7 +86,7 @@ def observed(keep: Callable[[Buffer, bool], Any]) -> Iterator[list[Run]]:
     def begins(run: Run) -> None:
         run.inputs = list(map(keep, run.parameters, run.held or ()))
         run.made = [buffer.array is None for buffer in run.targets]
-        run.where = events.user_location()
+        run.where = recompile_reasons.place()
         runs.append(run)
 
     with execute.flush_begins.subscribed(begins):

@@ -17,6 +17,8 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 
+import torch
+
 from xla_amp.common import compiling, config, events
 from xla_amp.errors import RecompileWarning
 from xla_amp.lazy.graph.tape import Node, Tape
@@ -108,10 +110,10 @@ def host_waits() -> None:
     Raises:
         PolicyError: ``XLA_AMP_DEBUG`` has an unknown word.
     """
-    location = events.user_location()
-    _waits[location] += 1
+    where = place()
+    _waits[where] += 1
     if "sync" in config.debug():
-        _log.warning("Python waits for the device: %s", _with_source(location))
+        _log.warning("Python waits for the device: %s", with_source(where))
 
 
 def report() -> str:
@@ -120,7 +122,7 @@ def report() -> str:
         (line.programs, f"{where or 'a backward pass'}{line.newest and ': '}{line.newest}")
         for where, line in list(_lines.items())
     ]
-    waits = [(count, _with_source(where)) for where, count in list(_waits.items())]
+    waits = [(count, with_source(where)) for where, count in list(_waits.items())]
     text = ""
     for title, rows in (("compilations by line", compilations), ("host syncs by line", waits)):
         shown = [f"{count:>8,}  {line}" for count, line in sorted(rows, key=lambda row: -row[0])[:10]]
@@ -128,11 +130,18 @@ def report() -> str:
     return text
 
 
-def _with_source(location: str) -> str:
-    """A line with its text: what asks for the value."""
-    file, _, number = location.rpartition(":")
-    source = linecache.getline(file, int(number or 0)).strip()
-    return (location or "a thread without Python code") + (f": {source}" if source else "")
+def place() -> str:
+    """``file:line`` of the user's line that runs, or which gradient a backward pass computes, where no line runs."""
+    node = torch._C._current_autograd_node()
+    without_line = "a thread without Python code" if node is None else f"a backward pass ({node.name()})"
+    return events.user_location() or without_line
+
+
+def with_source(place: str) -> str:
+    """A line with its text: ``"train.py:12: print(float(loss))"``."""
+    file, _, number = place.rpartition(":")
+    source = linecache.getline(file, int(number)).strip() if file else ""
+    return f"{place}: {source}" if source else place
 
 
 def _reason(before: Sequence[XlaProgram], new: XlaProgram) -> str:
