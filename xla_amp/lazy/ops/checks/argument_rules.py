@@ -301,6 +301,7 @@ RULES: Sequence[ArgumentRule] = (
         _has_elements,
         IndexError,
     ),
+    ArgumentRule("max.default min.default", "self", "elements to reduce", lambda x: x.numel() > 0),
     ArgumentRule(
         "argmax argmin", "self dim", "elements to reduce", lambda x, dim: x.numel() > 0 or dim is not None, IndexError
     ),
