@@ -19,6 +19,7 @@ from xla_amp import lazy as engine
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.tensors import tensor_io
+from xla_amp.testing import counts as counted
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -141,6 +142,21 @@ LINEAR: dict[str, tuple[Any, ...]] = {
     "no columns": ((3, 0), (5, 0), (5,)),
     "no results": ((2, 3, 4), (0, 4), (0,)),
 }
+
+
+def test_the_gradient_of_running_products_reads_nothing(device):
+    def program(where: str) -> Any:
+        x = sample(3, 5, seed=3)
+        x[0, 2] = x[1, 1] = x[1, 4] = 0
+        x = x.to(where).requires_grad_()
+        (gradient,) = torch.autograd.grad(x.cumprod(1), x, sample(3, 5, seed=4).to(where), create_graph=True)
+        return gradient, *torch.autograd.grad(gradient.square().sum(), x)
+
+    assert_same(program, **EXACT)
+    with counted() as counts:
+        program(device)
+        engine.sync()
+    assert counts.host_syncs == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])

@@ -223,6 +223,20 @@ def _pdist(x: torch.Tensor, p: float = 2.0) -> torch.Tensor:
     return _cdist(x[i, None], x[j, None], p, None)[:, 0, 0]
 
 
+# -- a gradient for which torch reads whether an element is zero -------------------------------------------------------
+
+
+@KERNELS.implements("cumprod_backward")
+def _cumprod_backward(grad: torch.Tensor, x: torch.Tensor, dim: int, output: torch.Tensor) -> torch.Tensor:
+    """``before * after``, the products before an element, and ``after[i] = grad[i] + x[i + 1] * after[i + 1]``."""
+    after, x, output = (tensor.movedim(dim, -1) if tensor.dim() else tensor[None] for tensor in (grad, x, output))
+    size, terms, factor = x.shape[-1], 1, F.pad(x[..., 1:], (0, 1)).conj()
+    while terms < size:  # which `after` is the sum of
+        after = after + factor * F.pad(after[..., terms:], (0, terms))
+        factor, terms = factor * F.pad(factor[..., terms:], (0, terms)), 2 * terms
+    return (F.pad(output[..., :-1], (1, 0), value=1.0).conj() * after).movedim(-1, dim).view(grad.shape)
+
+
 # -- rare losses, composed so that their gradients are -----------------------------------------------------------------
 
 
