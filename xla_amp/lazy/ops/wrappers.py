@@ -164,15 +164,10 @@ def _ctc_operands(
 
 @KERNELS.implements("_ctc_loss")
 def _ctc_loss(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: Any,
-    target_lengths: Any,
-    blank: int = 0,
-    zero_infinity: bool = False,
+    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, *options: Any
 ) -> Any:
     operands = _ctc_operands(log_probs, targets, input_lengths, target_lengths)
-    return aten._ctc_loss.Tensor(log_probs, *operands, blank, zero_infinity)
+    return aten._ctc_loss.Tensor(log_probs, *operands, *options)
 
 
 @KERNELS.implements("_ctc_loss_backward")
@@ -182,15 +177,10 @@ def _ctc_loss_backward(
     targets: torch.Tensor,
     input_lengths: Any,
     target_lengths: Any,
-    neg_log_likelihood: torch.Tensor,
-    log_alpha: torch.Tensor,
-    blank: int,
-    zero_infinity: bool = False,
-) -> torch.Tensor:
+    *rest: Any,
+) -> Any:
     operands = _ctc_operands(log_probs, targets, input_lengths, target_lengths)
-    saved = (neg_log_likelihood, log_alpha)
-    gradient: torch.Tensor = aten._ctc_loss_backward.Tensor(grad, log_probs, *operands, *saved, blank, zero_infinity)
-    return gradient
+    return aten._ctc_loss_backward.Tensor(grad, log_probs, *operands, *rest)
 
 
 # -- forward-mode differentiation -------------------------------------------------------------------------------------
