@@ -375,10 +375,4 @@ def _ragged(
         lhs_ragged_dimensions=[ragged],
         rhs_group_dimensions=list(group),
     )
-    return lax.ragged_dot_general(
-        left,
-        right,
-        sizes,
-        numbers,
-        precision=precision(left.dtype),
-    )
+    return lax.ragged_dot_general(left, right, sizes, numbers, precision=precision(left.dtype))

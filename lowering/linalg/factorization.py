@@ -20,16 +20,7 @@ from jax import lax
 from jax.scipy import linalg as scipy_linalg
 
 from xla_amp.lowering.linalg import lu  # noqa: F401  (registers its lowerings)
-from xla_amp.lowering.linalg.lu import (
-    adjoint,
-    broadcast,
-    empty,
-    exact,
-    eye_like,
-    first_true,
-    transpose,
-    triangular,
-)
+from xla_amp.lowering.linalg.lu import adjoint, broadcast, empty, exact, eye_like, first_true, transpose, triangular
 from xla_amp.lowering.operand import as_dtype
 
 linalg = lax.linalg

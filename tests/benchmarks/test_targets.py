@@ -62,8 +62,5 @@ ENTRY %main (a: f16[2,2]) -> f32[2,2] {
 
 
 def test_contractions_are_read_from_hlo_text():
-    assert hlo_text.contractions(HLO) == {
-        ("bfloat16", "float32", "float32"): 1,
-        ("float16", "float16", "float16"): 1,
-    }
+    assert hlo_text.contractions(HLO) == {("bfloat16", "float32", "float32"): 1, ("float16", "float16", "float16"): 1}
     assert hlo_text.contractions("") == {}

@@ -19,14 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import (
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map_only,
-    tree_unflatten,
-)
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
 import xla_amp
 from xla_amp import lazy as engine

@@ -247,10 +247,7 @@ _rows("adaptive_avg_pool3d adaptive_max_pool3d", lambda t: (t(1, 2, 4, 4, 4), [2
 _rows("fractional_max_pool2d", lambda t: (t(1, 2, 6, 6), [2, 2], [3, 3], t(1, 2, 2)))
 _rows("fractional_max_pool3d", lambda t: (t(1, 2, 5, 5, 5), [2, 2, 2], [2, 2, 2], t(1, 2, 3)))
 _rows("max_unpool2d", lambda t: (t(1, 1, 2, 2), t.ints([[[[0, 3], [9, 15]]]][0]), [4, 4]))
-_rows(
-    "max_unpool3d",
-    lambda t: (t(1, 1, 1, 2, 2), t.ints([[[[0, 3], [9, 15]]]]), [2, 4, 4], [2, 2, 2], [0, 0, 0]),
-)
+_rows("max_unpool3d", lambda t: (t(1, 1, 1, 2, 2), t.ints([[[[0, 3], [9, 15]]]]), [2, 4, 4], [2, 2, 2], [0, 0, 0]))
 _rows(
     "grid_sampler grid_sampler_2d _grid_sampler_2d_cpu_fallback", lambda t: (t(1, 2, 4, 4), t(1, 3, 3, 2), 0, 0, True)
 )

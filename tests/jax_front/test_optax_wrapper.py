@@ -81,10 +81,7 @@ def test_a_skipped_step_changes_no_bit(name):
     assert set(counts) <= {3}
 
 
-CONDITIONALS = {
-    **OPTIMIZERS,
-    "every second": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
-}
+CONDITIONALS = {**OPTIMIZERS, "every second": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()}
 
 
 @pytest.mark.parametrize("name", CONDITIONALS)

@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from xla_amp.policy import BUILTIN, load
-from xla_amp.policy.op_catalog import (
-    catalogue,
-    equivalent,
-    known_operations,
-    matching,
-    operation_class,
-    packet,
-    unfit,
-)
+from xla_amp.policy.op_catalog import catalogue, equivalent, known_operations, matching, operation_class, packet, unfit
 
 PARENTS = {"cautious": ("tpu",), "lean": ("tpu",)}
 

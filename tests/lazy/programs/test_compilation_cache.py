@@ -186,11 +186,7 @@ def test_parents_are_made_for_this_user_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "options", "message"),
-    [
-        ("", {}, "expected a folder, or None"),
-        ("x", {"most_bytes": -1}, "not negative"),
-    ],
+    ("path", "options", "message"), [("", {}, "expected a folder, or None"), ("x", {"most_bytes": -1}, "not negative")]
 )
 def test_errors_say_what_is_expected(path: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(PolicyError, match=message):

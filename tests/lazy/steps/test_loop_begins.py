@@ -62,10 +62,7 @@ def steps(model: nn.Module, update: Any = lambda loss: None, weights: torch.Tens
     xla_amp.sync()  # while the gradients live
 
 
-@pytest.mark.parametrize(
-    "setup",
-    [nothing, a_computed_constant, a_sum_of_losses, an_average_of_the_weights],
-)
+@pytest.mark.parametrize("setup", [nothing, a_computed_constant, a_sum_of_losses, an_average_of_the_weights])
 def test_the_first_step_is_the_same_program_as_the_others(device: torch.device, setup: Any) -> None:
     model = nn.Linear(4, 3).to(device)
     xla_amp.sync()

@@ -31,9 +31,7 @@ OPTIONS = {
     "SGD": {"momentum": 0.9},
     "SparseAdam": {},
 }
-NOT_HERE = {
-    "LBFGS": "its step needs a closure, which scalers refuse, and decides on the host how often to call it",
-}
+NOT_HERE = {"LBFGS": "its step needs a closure, which scalers refuse, and decides on the host how often to call it"}
 BAD = (0, 7)
 STEPS = 20
 

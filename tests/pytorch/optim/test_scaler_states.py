@@ -268,9 +268,7 @@ FRONTS = {
     "XLA fused SGD": lambda: OnTorch("xla", lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True)),
     "XLA Adam": lambda: OnTorch("xla", lambda p: torch.optim.Adam(p, lr=0.05, amsgrad=True, foreach=False)),
     "XLA syncfree.SGD": lambda: OnTorch(
-        "xla",
-        lambda p: syncfree.SGD(p, lr=0.05, momentum=0.9),
-        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        "xla", lambda p: syncfree.SGD(p, lr=0.05, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)
     ),
     "XLA wrapped RMSprop": lambda: OnTorch(
         "xla",
