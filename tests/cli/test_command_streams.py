@@ -61,6 +61,11 @@ def test_a_full_output_is_one_line(folder, arguments):
     assert (done.returncode, done.stderr) == (2, b"xla-amp: writing standard output: No space left on device\n")
 
 
+def test_a_platform_that_jax_does_not_have_is_one_line(folder):
+    done = call(folder, "inspect", "net.mlir", JAX_PLATFORMS="none")
+    assert (done.returncode, b"unset it, or add cpu" in done.stderr, done.stderr.count(b"\n")) == (2, True, 1)
+
+
 class Terminal(StringIO):
     def isatty(self) -> bool:
         return True
@@ -106,11 +111,6 @@ def test_quiet_leaves_the_exit_status(run, arguments, status):
     run("convert", "net.mlir", "-o", "low.mlir", "-q")
     assert run(*arguments, "-q") == (status, "", "")
     assert "not allowed with argument" in run(*arguments, "-q", "--json")[2]
-
-
-def test_standard_input_is_one_program(run):
-    message = "xla-amp: compare - -: standard input holds one program; name a file for A or B\n"
-    assert run("compare", "-", "-") == (2, "", message)
 
 
 def test_bytes_are_not_for_a_terminal(run):

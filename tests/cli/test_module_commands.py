@@ -173,6 +173,7 @@ def test_programs_that_call_lapack_are_compared(run, folder, call):
         (("compare", "net.mlir", "net.mlir", "--inputs", "absent.npz"), 2, "reading absent.npz: No such file"),
         (("compare", "net.mlir", "net.mlir", "--tolerance", "0"), 2, "invalid positive value: '0'"),
         (("compare", "net.mlir"), 2, "required: B"),
+        (("compare", "-", "-"), 2, "xla-amp: compare - -: standard input holds one program; name a file for A or B\n"),
         (("inspect", "net.mlir", "low.mlir"), 2, "usage: xla-amp inspect "),
         (("convert", "net.mlir", "-o", "out", "--bf16"), 2, "xla-amp convert: error: unrecognized arguments: --bf16"),
         (("completion", "bash"), 2, "invalid choice: 'completion'"),

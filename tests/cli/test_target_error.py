@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 from xla_amp.common import units
-from xla_amp.errors import RuleWarning, SearchError, TargetError
+from xla_amp.errors import ModuleError, RuleWarning, SearchError, TargetError
 from xla_amp.stablehlo import autocast, io
 from xla_amp.stablehlo.program import parse
 
@@ -137,6 +137,8 @@ def test_an_error_that_no_plan_keeps_or_that_nothing_measures_is_refused():
         autocast(program, sample_inputs=(math.nan * X, LAYERS[0]), max_error=0.1)
     with pytest.raises(SearchError, match="max_error = 0: expected a positive relative error"):
         autocast(program, sample_inputs=(X, LAYERS[0]), max_error=0)
+    with pytest.raises(ModuleError, match=r"the samples are 3 arrays; .*keep_unused=True"):
+        autocast(program, sample_inputs=(X, *LAYERS[:2]))
 
 
 def test_a_result_that_is_zero_but_for_rounding_is_not_judged():

@@ -27,17 +27,6 @@ def program(parser: argparse.ArgumentParser, name: str, metavar: str) -> None:
     parser.set_defaults(on_cpu=True)
 
 
-def inputs(parser: argparse.ArgumentParser) -> None:
-    """``--inputs`` and ``--seed``, of a command that runs a program once."""
-    parser.add_argument("--inputs", type=Path, metavar="NPZ", help="one array for each argument, in order")
-    parser.add_argument("--seed", type=int, default=0, help="seed of random inputs, without --inputs (default 0)")
-
-
-def given(arguments: argparse.Namespace) -> str:
-    """What ``--inputs`` and ``--seed`` say, for reports."""
-    return f"random, seed {arguments.seed}" if arguments.inputs is None else str(arguments.inputs)
-
-
 def function(parser: argparse.ArgumentParser) -> None:
     """``--function``."""
     parser.add_argument(

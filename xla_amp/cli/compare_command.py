@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 
 from xla_amp.cli import arguments as common
 from xla_amp.errors import FileError
@@ -17,7 +18,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``compare``."""
     common.program(parser, "a", "A")
     common.program(parser, "b", "B")
-    common.inputs(parser)
+    parser.add_argument("--inputs", type=Path, metavar="NPZ", help="one array for each argument, in order")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random inputs, without --inputs (default 0)")
     parser.add_argument(
         "--tolerance",
         type=common.positive,
@@ -48,7 +50,8 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     found = comparison.compare(a, b, inputs, seed=arguments.seed)
     agrees = found.agrees(arguments.tolerance)
     page = found.page(f"A = {common.shown(arguments.a)}, B = {common.shown(arguments.b)}", arguments.tolerance)
-    page = dataclasses.replace(page, facts={"inputs": common.given(arguments)})
+    used = f"random, seed {arguments.seed}" if inputs is None else str(arguments.inputs)
+    page = dataclasses.replace(page, facts={"inputs": used})
     if arguments.json:
         return common.as_json({"agrees": agrees, "tolerance": arguments.tolerance, **found.to_dict()}), int(not agrees)
     return page.text(), int(not agrees)

@@ -9,6 +9,7 @@ import tempfile
 from typing import Final
 
 from xla_amp.common import config
+from xla_amp.errors import DeviceError
 
 _NOISE: Final = (b"All log messages before absl::InitializeLog()", b"cudart_stub.cc")
 """Parts of lines that JAX's CUDA plugin prints while it is loaded; no variable of the environment turns them off."""
@@ -29,6 +30,9 @@ def start() -> None:
             import jax
 
             jax.devices("cpu")
+        except (AssertionError, RuntimeError) as error:
+            told = f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}: JAX does not start the CPU, on which programs run"
+            raise DeviceError(f"{told}; unset it, or add cpu ({type(error).__name__}: {error})") from None
         finally:
             os.dup2(kept.fileno(), 2)
             printed.seek(0)

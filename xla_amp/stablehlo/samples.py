@@ -74,7 +74,11 @@ def fitted(arrays: Sequence[Any], module: ir.MlirModule, name: str = "module") -
     arrays = [*first, *arrays] if len(arrays) == len(inputs) - len(first) else arrays
     if len(arrays) != len(inputs):
         takes = ", ".join(map(str, inputs))
-        raise ModuleError(f"{name}: it takes {len(inputs)} arguments ({takes}), the samples are {len(arrays)} arrays")
+        why = "; jax.jit leaves out arguments that nothing reads, without keep_unused=True"
+        raise ModuleError(
+            f"{name}: it takes {len(inputs)} arguments ({takes}), the samples are {len(arrays)} arrays"
+            f"{why if len(arrays) > len(inputs) else ''}"
+        )
     return [_fitted(np.asarray(array), kind, f"{name}, argument {i}")
             for i, (array, kind) in enumerate(zip(arrays, inputs, strict=True))]  # fmt: skip
 
