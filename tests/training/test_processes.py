@@ -288,8 +288,9 @@ def test_the_place_of_a_process(monkeypatch):
 def test_bad_input():
     with pytest.raises(ValueError, match=r"launch\(nprocs=0\): expected at least 1"):
         xla_amp.launch(print, 0)
-    with pytest.raises(ValueError, match=r"launch\(timeout=1\): expected at least 3 seconds"):
-        xla_amp.launch(print, 1, timeout=1)
+    for timeout in (1, 3.0):
+        with pytest.raises(ValueError, match=rf"launch\(timeout={timeout}\): expected whole seconds, at least 3"):
+            xla_amp.launch(print, 1, timeout=timeout)
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,8 @@ def launch(
     arguments.require("launch(args=...)", args, (tuple, list), "a tuple such as (batches,)")
     if nprocs < 1:
         raise ValueError(f"launch(nprocs={nprocs!r}): expected at least 1")
-    if timeout is not None and timeout < config.TIMEOUT_LEAST:
-        raise ValueError(f"launch(timeout={timeout!r}): expected at least {config.TIMEOUT_LEAST} seconds")
+    if timeout is not None and (not isinstance(timeout, int) or timeout < config.TIMEOUT_LEAST):
+        raise ValueError(f"launch(timeout={timeout!r}): expected whole seconds, at least {config.TIMEOUT_LEAST}")
     base.require_lazy("launch()", "torch_xla.launch")
     from torch import multiprocessing
 
