@@ -22,8 +22,7 @@ FIRST = ("ResNet", "GPT-2")
     "low", [pytest.param(False, id="float32"), pytest.param(True, id="bfloat16", marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, id=row.name, marks=[] if row.name in FIRST else pytest.mark.full) for row in zoo.ROWS],
+    "row", [pytest.param(row, id=row.name, marks=[] if row.name in FIRST else pytest.mark.full) for row in zoo.ROWS]
 )
 def test_trains_as_on_the_cpu(row: zoo.Row, low: bool) -> None:
     wanted = train(row, "cpu", low)

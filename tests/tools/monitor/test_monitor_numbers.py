@@ -278,12 +278,13 @@ def test_a_skipped_step_is_recorded_whoever_skips_it(make, capture):
     monitor.close()
 
 
-def test_a_parameter_without_a_gradient_and_one_with_a_sparse_gradient(recwarn):
-    model = nn.ModuleDict({"embed": nn.Embedding(4, 2, sparse=True), "head": nn.Linear(2, 1), "idle": nn.Linear(1, 1)})
+def test_parameters_without_a_gradient_with_a_sparse_and_with_a_complex_one(recwarn):
+    embed, head = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1, dtype=torch.complex64)
+    model = nn.ModuleDict({"embed": embed, "head": head, "idle": nn.Linear(1, 1)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = xla_amp.monitor(model, optimizer)
     with monitor.step():
-        model["head"](model["embed"](torch.tensor([1, 2]))).sum().mul(math.inf).backward()
+        head(embed(torch.tensor([1, 2])).cfloat()).abs().sum().mul(math.inf).backward()
         optimizer.step()
     assert set(monitor.read().steps[0].nonfinite) == {"embed.weight", "head.weight", "head.bias"}
     assert str(recwarn[0].message).endswith("xla_amp.find_overflow(step, batch) finds the operation")

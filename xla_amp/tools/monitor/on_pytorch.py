@@ -224,6 +224,7 @@ class Monitor(HostMonitor):
         for parameter in self._parameters.values():
             gradient = torch.zeros((1,), device=parameter.device) if parameter.grad is None else parameter.grad.detach()
             values = torch.ops.aten._values(gradient) if gradient.is_sparse else gradient
+            values = values.abs() if values.is_complex() else values  # torch has no real dtype for their norm
             norms.append(self._number(torch.linalg.vector_norm(values, dtype=torch.float32)))
         together = torch.stack(norms)
         scaled = getattr(self._optimizer, "grad_scale", None)  # fused optimizers unscale by themselves
