@@ -60,6 +60,7 @@ ROWS: list[tuple[Callable[[], Any], str]] = [
     (lambda: xla_amp.GradScaler("xla", "a"), "GradScaler(init_scale=...): expected a number such as 65536.0, got"),
     (lambda: xla_amp.find_overflow(3), "find_overflow(step): expected one iteration of a training loop, as a"),
     (lambda: xla_amp.monitor(3, None), "monitor(model): expected a torch.nn.Module, got 3 (int)"),
+    (lambda: xla_amp.jax.monitor(sinks=print), "monitor(sinks=...): expected functions of a record, e.g. [print], got"),
     (lambda: xla_amp.monitor(torch.nn.Linear(1, 1), None), "monitor(model, optimizer): expected a torch.optim.Opt"),
     (lambda: xla_amp.compilation_cache(3), "compilation_cache(path): expected a folder, or None, got 3 (int)"),
     (lambda: xla_amp.export(3), "export(step): expected a module or a function of a step, got 3 (int)"),

@@ -177,7 +177,6 @@ def test_programs_that_call_lapack_are_compared(run, folder, call):
         (("inspect", "net.mlir", "low.mlir"), 2, "usage: xla-amp inspect "),
         (("convert", "net.mlir", "-o", "out", "--bf16"), 2, "xla-amp convert: error: unrecognized arguments: --bf16"),
         (("completion", "bash"), 2, "invalid choice: 'completion'"),
-        (("translate",), 2, "invalid choice: 'translate'"),
     ],
 )  # fmt: skip
 def test_mistakes(run, folder, arguments, status, message):

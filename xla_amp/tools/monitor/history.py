@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
-from xla_amp.common import events
+from xla_amp.common import arguments, events
 from xla_amp.common.tables import Table
 from xla_amp.tools.explain.page import Page, Report, Section
 
@@ -121,6 +121,7 @@ class HostMonitor:
     """How users call the front's `find_overflow`."""
 
     def __init__(self, sinks: Iterable[Callable[[StepRecord], object]]) -> None:
+        arguments.require("monitor(sinks=...)", sinks, Iterable, "functions of a record, e.g. [print]")
         self._sinks = tuple(sinks)
         self._next_step = 0
         self._waiting: deque[Any] = deque()
