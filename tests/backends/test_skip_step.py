@@ -104,12 +104,8 @@ class Named(Plain):
                 p.sub_(0.1 * moment / self.state["k"].item())
 
 
-class Binding(Plain):
+class Binding(Named):
     """Binds new tensors: moments in a new list, parameters by ``.data``."""
-
-    def __init__(self, params):
-        super().__init__(params)
-        self.moments = [torch.zeros_like(p) for p in self.params]
 
     @torch.no_grad()
     def step(self, closure=None):

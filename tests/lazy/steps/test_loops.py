@@ -152,28 +152,6 @@ def test_equal_layers_are_no_loop(device: torch.device) -> None:
     assert counts.executions == 1
 
 
-def test_a_teacher_without_gradients_is_part_of_the_step(device: torch.device) -> None:
-    student, teacher, x = network(25).to(device), network(25).to(device), torch.ones(4, 5).to(device)
-    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
-
-    def step() -> None:
-        loss = student(x).square().mean()
-        for _ in range(12):
-            with torch.no_grad():
-                goal = teacher(x).mean() + student(x).mean()
-            loss = loss + goal
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(3):
-        step()
-    with counted() as counts:
-        for _ in range(4):
-            step()
-    assert (counts.executions, counts.compilations) == (4, 0)
-
-
 # ---- training without an optimizer -----------------------------------------------------------------------------------
 
 UPDATES: dict[str, Callable[[nn.Module], Callable[[torch.Tensor], Any]]] = {}

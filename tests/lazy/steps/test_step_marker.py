@@ -11,6 +11,7 @@ import torch
 from harness import COMPILED, TRACED, jax_events
 from torch import nn
 
+import xla_amp
 from xla_amp import lazy as engine
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.testing import counts as counted
@@ -99,6 +100,18 @@ def data_on_the_device_already(model: nn.Module, optimizer: torch.optim.Optimize
     optimizer.step()
 
 
+@training(1, torch.optim.SGD, where="jax")
+def climbs_before_the_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    for climbs in (True, False):  # sharpness-aware minimization
+        with xla_amp.autocast(x.device):
+            loss = nn.functional.layer_norm(model(x), (1,)).softmax(0).square().mean().log()
+        loss.backward()
+        for parameter in model.parameters() if climbs else ():
+            parameter.data += 0.05 * parameter.grad
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @loop(1)
 def no_module_and_no_upload() -> Callable[[], Any]:
     weight, x = nn.Parameter(torch.ones(5, 2).to("jax")), batch().to("jax")
@@ -108,6 +121,24 @@ def no_module_and_no_upload() -> Callable[[], Any]:
         optimizer.zero_grad()
         (x @ weight).square().mean().backward()
         optimizer.step()
+
+    return body
+
+
+@loop(1)
+def a_teacher_without_gradients_is_part_of_the_step() -> Callable[[], Any]:
+    student, teacher, x = network(), network(25), batch().to("jax")
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.01)
+
+    def body() -> None:
+        loss = student(x).square().mean()
+        for _ in range(12):
+            with torch.no_grad():
+                goal = teacher(x).mean() + student(x).mean()
+            loss = loss + goal
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return body
 

@@ -9,9 +9,9 @@ What began it is the module that was called first in it.  Where none was called,
 at the first look: the program ends after the next one that is equal but for dynamic integers (`Family`).
 
 With gradients a repetition is probably a part of a step: then the rule is for programs of more than `LONG` operations,
-and for modules only.  A shorter one ends where the next forward pass begins after an update that no optimizer made:
-**the first operation that autograd records after a backward pass reads a value that was computed since.**  A gradient
-that is accumulated reads the same weights again.
+and for modules only.  Until an optimizer has made a step, a shorter one ends where the next forward pass begins after
+an update by hand: **the first operation that autograd records after a backward pass reads a value that was computed
+since.**  A gradient that is accumulated reads the same weights again.
 
 Processes that train together do not end a program with gradients, because what is alive may differ between them.
 Nothing is ended while a step is captured, inside a backward pass, or while `find_overflow` runs a step.  Any program
@@ -103,7 +103,7 @@ def look(*operands: Any) -> None:
     elif _is_part_of_a_step():
         if trace.nodes is None or mesh.replicas:
             limit = max(limit, LONG)
-        elif _is_after_backward() and (updated := _updated(operands)) is not None:
+        elif not step_marker.has_stepped() and _is_after_backward() and (updated := _updated(operands)) is not None:
             _drop_graph(updated)
             step_marker.end_program()
             limit = 0
