@@ -190,11 +190,13 @@ def test_what_would_end_the_process_is_an_error(tmp_path):
     with pytest.raises(ModuleError, match="XLA cannot run @other, a function that is declared without a body"):
         execution.compile_module(converted.module)
     for target, why in (("mine", "there is no code for it on the CPU"), ("xla_ffi_python_cpu_callback", "it calls Py")):
-        module = autocast(
-            DECLARED.partition("func.func private")[0].replace("call @other", f"stablehlo.custom_call @{target}")
-        )
+        text = DECLARED.partition("func.func private")[0].replace("call @other", f"stablehlo.custom_call @{target}")
         with pytest.raises(ModuleError, match=f"cannot run the custom call @{target}: {why}"):
-            execution.run(module.module, [np.ones(4, np.float32)])
+            execution.run(autocast(text).module, [np.ones(4, np.float32)])
+    outfeed = '"stablehlo.outfeed"(%t) {outfeed_config = ""} : (!stablehlo.token) -> !stablehlo.token'
+    feeds = f"func.func @main() {{ %t = stablehlo.create_token : !stablehlo.token %o = {outfeed} return }}"
+    with pytest.raises(ModuleError, match=r"stablehlo\.outfeed waits for the program around it"):
+        execution.run(autocast(feeds).module, [])
     with pytest.raises(ModuleError, match="@other is declared"):
         io.save(converted.program, tmp_path / "out.artifact")
     assert not list(tmp_path.iterdir())

@@ -118,6 +118,7 @@ _NO_CODE: Final = (
 )
 _CALLBACK: Final = re.compile(r"python_\w+_callback")
 """Targets of ``jax.pure_callback``, ``jax.debug.print`` and their like."""
+_WAITING: Final = frozenset(f"stablehlo.{name}" for name in ("infeed", "outfeed", "recv", "send"))
 
 
 @functools.cache
@@ -153,11 +154,13 @@ def run(
     `options` are XLA's, by name, on top of its defaults.
 
     Raises:
-        ModuleError: XLA cannot compile or run it; it has a custom call that only another process can run.
+        ModuleError: XLA cannot compile or run it, or only together with the program that made it.
     """
     import jax
 
     for operation in ir.operations(module.operation):
+        if operation.name in _WAITING:
+            raise ModuleError(f"{operation.name} waits for the program around it, without which it never ends")
         target = ir.attribute(operation, "call_target_name")
         if target is not None and _CALLBACK.search(target.value):
             raise ModuleError(_NO_CODE.format(target.value, "it calls Python of the process that made the program"))
