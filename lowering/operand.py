@@ -34,6 +34,8 @@ def opmath(dtype: Any) -> np.dtype:
 
 def as_dtype(x: Any, dtype: Any) -> jax.Array:
     """`x` (array or Python number) as an array of `dtype`."""
+    if getattr(x, "dtype", None) == np.bool_:  # of a converted boolean XLA takes infinity times False for 0
+        return jnp.where(x, jnp.ones((), dtype), jnp.zeros((), dtype))
     return lax.convert_element_type(x, dtype) if hasattr(x, "dtype") else jnp.asarray(x, dtype)
 
 

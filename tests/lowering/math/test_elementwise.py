@@ -113,7 +113,7 @@ ROWS = [
     row("where.self", "f", lambda d: (sample(4, 1) > 0, sample(4, 5), sample(dtype=torch.float64))),
     row("masked_fill.Scalar", "t", lambda d: (sample(4, 1, dtype=d), sample(4, 5) > 0, 1)),
     row("lerp.Scalar", "f", lambda d: (torch.tensor([1e8]), torch.tensor([1.0]), 1.0)),  # meets the end exactly
-    # complex numbers
+    row("mul.Tensor", "fhb", lambda d: (SPECIAL.to(d), torch.arange(len(SPECIAL)) % 3 == 0)),  # infinity times False
     *(
         row(name, "fd", lambda d: (sample(4, dtype=d), torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0]).to(d)))
         for name in ("complex", "polar")

@@ -30,7 +30,7 @@ from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lowering import OneHot, Permuted
-from xla_amp.lowering.operand import rounded_to_half
+from xla_amp.lowering.operand import as_dtype, rounded_to_half
 
 Numbers = tuple[int, ...]
 _interning = threading.RLock()
@@ -456,7 +456,7 @@ def rounding_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
             x = x.astype(np.float32) if x.dtype.itemsize == 2 else x
             x = jax.numpy.where(abs(x) < 2.0 ** (63 if dtype.kind == "u" else 31), x, 0)
             x = jax.lax.convert_element_type(x, np.int64 if dtype.kind == "u" else np.int32)
-    return jax.lax.convert_element_type(x, dtype)
+    return as_dtype(x, dtype)
 
 
 _broadcasts: dict[tuple[Spec, Numbers], Instruction] = instruction_cache()
