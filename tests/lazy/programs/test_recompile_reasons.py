@@ -144,6 +144,7 @@ def test_each_host_sync_is_logged_with_its_line(
     assert texts == [f"Python waits for the device: {line_of(read, at)}: {what}" for at, what in expected]
     assert backward == "Python waits for the device: a backward pass (MedianBackward0)"
     assert last.endswith(": xla_amp.sync(wait=True)")
+    assert recompile_reasons.with_source(name := "a backward pass (torch::autograd::CopySlices)") == name
 
 
 def test_the_report_sums_up_by_line(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:

@@ -132,15 +132,16 @@ def report() -> str:
 
 def place() -> str:
     """``file:line`` of the user's line that runs, or which gradient a backward pass computes, where no line runs."""
+    if location := events.user_location():
+        return location
     node = torch._C._current_autograd_node()
-    without_line = "a thread without Python code" if node is None else f"a backward pass ({node.name()})"
-    return events.user_location() or without_line
+    return "a thread without Python code" if node is None else f"a backward pass ({node.name()})"
 
 
 def with_source(place: str) -> str:
     """A line with its text: ``"train.py:12: print(float(loss))"``."""
     file, _, number = place.rpartition(":")
-    source = linecache.getline(file, int(number)).strip() if file else ""
+    source = linecache.getline(file, int(number)).strip() if number.isdigit() else ""  # torch::autograd::CopySlices
     return f"{place}: {source}" if source else place
 
 
