@@ -118,7 +118,7 @@ _NO_CODE: Final = (
 )
 _CALLBACK: Final = re.compile(r"python_\w+_callback")
 """Targets of ``jax.pure_callback``, ``jax.debug.print`` and their like."""
-_WAITING: Final = frozenset(f"stablehlo.{name}" for name in ("infeed", "outfeed", "recv", "send"))
+_WAITING: Final = frozenset(f"stablehlo.{name}" for name in ("infeed", "outfeed", "recv", "send"))  # for another side
 
 
 @functools.cache

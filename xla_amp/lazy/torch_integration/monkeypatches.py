@@ -255,8 +255,8 @@ def _replace_accelerator() -> None:
 
 
 def _has_any_global_hook(original: Callable[[], Any]) -> Any:
-    names = [getattr(hook, "__module__", "") for hook in private_api.hooks_of_all_modules()]
-    return original() and not all(f"{name}".startswith("xla_amp.") for name in names)
+    modules = (str(getattr(hook, "__module__", None)) for hook in private_api.hooks_of_all_modules())
+    return original() and not all(name.startswith("xla_amp.") for name in modules)
 
 
 def _compile(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
