@@ -223,6 +223,7 @@ def test_arguments_auxiliary_values_and_leaves_without_gradient():
         (lambda: value_and_grad(quadratic)({"w": 1}, 2), "takes the loss scale first: .* got dict"),
         (lambda: value_and_grad(lambda w: w * 2)(LossScale.static(), jnp.ones(2)), r"scalar loss, got float32\[2\]"),
         (lambda: value_and_grad(lambda w: w > 2)(LossScale.static(), 1.0), r"scalar loss, got bool\[\]"),
+        (lambda: value_and_grad(lambda w: None)(LossScale.static(), 1.0), "scalar loss, got None"),
         (lambda: value_and_grad(lambda w: (w, None))(LossScale.static(), 1.0), r"loss, got \('float32\[\]', None\)"),
         (
             lambda: value_and_grad(lambda w: w * w, has_aux=True)(LossScale.static(), jnp.float32(1)),

@@ -60,15 +60,8 @@ def exported_step(make: Any, device: torch.device) -> Exported:
     return export(step, *(each.to(device) for each in data))
 
 
-# Gradients before a batch norm are small differences of large ones, and a relu or a largest pixel flips here and there.
-MODELS = [
-    pytest.param(resnet, 11, 0.15, id="resnet"),
-]
-
-
-@pytest.mark.parametrize(("make", "contractions", "tolerance"), MODELS)
-def test_step_of_a_model(make: Any, contractions: int, tolerance: float, device: torch.device) -> None:
-    program = exported_step(make, device)
+def test_step_of_a_model(device: torch.device) -> None:
+    program = exported_step(resnet, device)
     names = [value.name for value in program.inputs]
     assert names[:2] == ["x", "y"]
     assert all(name.startswith("model.") for name in names[2:])
@@ -79,7 +72,7 @@ def test_step_of_a_model(make: Any, contractions: int, tolerance: float, device:
 
     converted = autocast(program)
     assert checks.wide_contractions(converted.module) == []
-    assert len(checks.contractions(converted.module)) >= contractions
+    assert len(checks.contractions(converted.module)) >= 11
     assert list(checks.low_denied(converted.module, "tpu")) == []
     given = [value.initial for value in program.inputs]
     expected = [np.asarray(each) for each in program.call()]
@@ -89,7 +82,8 @@ def test_step_of_a_model(make: Any, contractions: int, tolerance: float, device:
     sizes = [np.linalg.norm(each.astype(np.float64)) for each in expected]
     some = [i for i, size in enumerate(sizes) if size > 1e-4]
     assert len(some) > 0.8 * len(sizes)
-    assert checks.error([got[i] for i in some], [expected[i] for i in some]) < tolerance
+    assert checks.error([got[i] for i in some], [expected[i] for i in some]) < 0.15
+    # as gradients before a batch norm are small differences of large ones, and a relu or a largest pixel may flip
 
 
 def test_program_is_what_the_call_computed(device: torch.device, low_of: Any, tmp_path: pathlib.Path) -> None:
