@@ -9,6 +9,7 @@ import ci_commands
 import docs_figures
 import pytest
 import source_tree
+from packaging.requirements import Requirement
 from source_tree import ROOT
 
 import xla_amp
@@ -47,6 +48,18 @@ def test_constraints_pin_every_requirement_and_torch_is_an_extra():
     assert names - pinned == {"xla-amp"}
     assert not [each for each in PROJECT["project"]["dependencies"] if each.startswith("torch")]
     assert "xla-amp[torch]" in EXTRAS["examples"]  # README's first command trains with torch
+
+
+def test_extras_name_extras_that_exist_and_the_install_page_has_all():
+    named = {
+        extra for lines in EXTRAS.values() for line in lines for extra in Requirement(line).extras if "xla-amp" in line
+    }
+    assert {"cli", "torch"} <= named <= EXTRAS.keys()
+    page = (ROOT / "docs" / "install.md").read_text().partition("## Extras")[2].partition("## ")[0]
+    listed = {
+        name for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for name in re.findall(r"`([\w-]+)`", row)
+    }
+    assert listed == EXTRAS.keys()
 
 
 @pytest.mark.parametrize("name", ["example", "tests"])
