@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import random
 import re
 import sys
 import warnings
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from harness import replaying
@@ -160,7 +162,7 @@ def schedule_inside(device):
 
 
 def host_result(device):
-    return lambda x: (x + 1, torch.rand(2)), "returns a tensor on cpu"
+    return lambda x: (x + 1, torch.ones(2)), "returns a tensor on cpu"
 
 
 def graph(device):
@@ -176,9 +178,22 @@ def seeds(device):
     return step, "seeds the random generator"
 
 
+def layer_drop(device):
+    return lambda x: x * 2 if torch.rand([]) < 0.5 else x, "it draws from torch's CPU generator on the host"
+
+
+def stochastic_depth(device):
+    return lambda x: x * 2 if random.random() < 0.5 else x, "it draws from `random` on the host"
+
+
+def mixup(device):
+    return lambda x: x * 2 if np.random.beta(0.4, 0.4) < 0.5 else x, "it draws from NumPy's generator on the host"
+
+
 REFUSALS = [
     item, object_with_a_tensor, counter, growing_list, number_from_elsewhere, value_from_the_host, other_operations,
     host_state, host_count, schedule_inside, graph, seeds, host_result,
+    layer_drop, stochastic_depth, mixup,
 ]  # fmt: skip
 
 
@@ -186,6 +201,8 @@ REFUSALS = [
 def test_what_cannot_be_replayed_stays_recorded_with_one_warning(refusal, device):
     def results(step, call=lambda step: step(torch.ones(2, device=device))):
         torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
         return [tensor_of(call(step)) for _ in range(10)]
 
     compiled, words = xla_amp.compile(refusal(device)[0]), refusal(device)[1]

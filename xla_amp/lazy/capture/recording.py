@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pickle
+import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
@@ -77,7 +79,7 @@ class Recording:
     def call(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the step, whose operations become one program, and returns its result."""
         saw = dynamo.graph_break(lambda module, _: self._state.saw(module))
-        self.begin, reads, seedings = generator.state(), metrics.host_syncs, generator.seedings
+        self.begin, reads, seedings, chance = generator.state(), metrics.host_syncs, generator.seedings, _chance()
         with (
             observed(self._source) as runs,
             torch.nn.modules.module.register_module_forward_pre_hook(saw),
@@ -90,6 +92,7 @@ class Recording:
             execute.flush()
         self.end = generator.state()
         self._reads, self._seedings = metrics.host_syncs - reads, generator.seedings - seedings
+        self._drew = [name for name, state in _chance().items() if state != chance[name]]
         self._runs = runs
         for run in runs[:1]:
             self._read(run)
@@ -165,6 +168,9 @@ class Recording:
             return "it draws from a torch.Generator; draw from the device's own (leave it out)"
         if self._seedings or self.begin[0] != self.end[0]:
             return "it seeds the random generator; seed it outside"
+        if self._drew:
+            what = "draw on the device, or outside, and pass the result as a tensor or a number"
+            return f"it draws from {self._drew[0]} on the host, where a replay would not ({what})"
         changed = difference(self._before.unchanged(), after.unchanged())
         return changed and "it changes {}{}, which a replay would not; do that outside".format(*changed)
 
@@ -223,6 +229,13 @@ class Recording:
                     "before); keep it in a tensor on the device, or pass it as one"
                 )
         return None
+
+
+def _chance() -> dict[str, bytes]:
+    """The states of the random generators on the host that all code shares."""
+    numpy = pickle.dumps(np.random.get_state(legacy=False))
+    of_torch = torch.get_rng_state().numpy().tobytes()
+    return {"torch's CPU generator": of_torch, "`random`": pickle.dumps(random.getstate()), "NumPy's generator": numpy}
 
 
 @contextlib.contextmanager
