@@ -10,13 +10,12 @@ import pytest
 from xla_amp.common import config
 from xla_amp.errors import PolicyError
 from xla_amp.policy import effects, load, override, resolve, unused_rules
-from xla_amp.policy.load import _builtin
 from xla_amp.policy.op_catalog import matching
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in (config.POLICY_FILE, config.RULES):
+    for name in (config.POLICY_FILE, config.RULES, *config.HPU_LISTS.values()):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -151,12 +150,60 @@ def test_the_file_of_the_environment_may_only_hold_rules(monkeypatch, tmp_path):
         resolve("tpu")
 
 
-def test_gaudis_lists_are_refused(monkeypatch):
-    name = "PT_HPU_AUTOCAST_FP32_OPS_LIST"
-    monkeypatch.setenv(name, "ops.txt")
-    with pytest.raises(PolicyError, match=rf"{name} is set, which the policy 'hpu' does not follow"):
-        _builtin.__wrapped__("hpu")
-    assert _builtin.__wrapped__("tpu") == load("tpu")
+# Gaudi's lists: the documentation's example sets both variables before anything is loaded
+
+LOW_LIST, FP32_LIST = config.HPU_LISTS.values()
+
+
+@pytest.fixture
+def gaudi_list(monkeypatch, tmp_path):
+    def write(variable, text):
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.txt"
+        path.write_text(text)
+        monkeypatch.setenv(variable, str(path))
+        return path
+
+    return write
+
+
+def test_gaudis_lists_replace_the_rows_of_their_cast(gaudi_list):
+    low = gaudi_list(LOW_LIST, "mm\n\nexp\ntruediv\ndiv\n")
+    policy = resolve("hpu")
+    named = {"mm", "exp", "div.Scalar", "div.Scalar_mode", "div.Tensor", "div.Tensor_mode"}
+    assert {name for name, cast in policy.casts().items() if cast == "low"} == named
+    assert (policy.decide("mm").layer, policy.decide("mm").origin) == ("environment", f"{low}:1 ({LOW_LIST})")
+    assert policy.decide("mul.Tensor").cast == "promote", "in two lists of the documentation, low and promote"
+    assert (policy.decide("softmax.int").cast, policy.decide("log").cast) == ("keep", "fp32")
+    gaudi_list(FP32_LIST, "softmax\nmm\n")
+    policy = resolve("hpu")
+    assert policy.decide("softmax.int").cast == "fp32"
+    assert policy.decide("mm").cast == "low", "Gaudi looks into the low list first"
+    assert (policy.decide("log").cast, policy.decide("cat").cast) == ("keep", "promote")
+
+
+def test_gaudis_own_low_list_is_asked_before_a_list_of_fp32(gaudi_list):
+    gaudi_list(FP32_LIST, "softmax\nadd\n")
+    assert resolve("hpu").decide("softmax.int").cast == "low"
+    assert resolve("hpu").decide("add.Tensor").cast == "fp32", "and promote last"
+
+
+def test_gaudis_lists_reach_what_extends_hpu_alone(gaudi_list, tmp_path):
+    own = rules_file(tmp_path, ("gelu", "fp32"))
+    own.write_text('extends = "hpu"\n' + own.read_text())
+    assert resolve(own).decide("bmm").cast == "low"
+    gaudi_list(LOW_LIST, "")
+    assert "low" not in resolve("hpu").casts().values()
+    assert resolve(own).decide("bmm").cast == "keep"
+    assert resolve("tpu") is load("tpu")
+
+
+def test_a_mistake_in_gaudis_lists_names_file_and_line(gaudi_list, monkeypatch):
+    path = gaudi_list(LOW_LIST, "mm\nconv2\n")
+    with pytest.raises(PolicyError, match=rf"{path}:2 \({LOW_LIST}\): unknown operation 'conv2'; nearest: conv2d"):
+        resolve("hpu")
+    monkeypatch.setenv(LOW_LIST, f"{path}.gone")
+    with pytest.raises(PolicyError, match=rf"{path}.gone' cannot be read"):
+        resolve("hpu")
 
 
 # Overrides

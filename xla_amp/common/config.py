@@ -9,12 +9,13 @@ a process of the command line.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
-from xla_amp.common.types import PLATFORMS, Platform
+from xla_amp.common.types import PLATFORMS, Cast, Platform
 from xla_amp.errors import PolicyError
 
 EngineName: TypeAlias = Literal["auto", "torch_xla", "jax"]
@@ -45,7 +46,10 @@ PROGRAM_MEMORY_DEFAULT: Final = 1 << 30
 TIMEOUT_LEAST: Final = 3
 """JAX's coordinator counts whole seconds, and treats two missing heartbeats as the end of a process."""
 
-_HPU_LISTS: Final = ("PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST")
+HPU_LISTS: Final[Mapping[Cast, str]] = MappingProxyType(
+    {"low": "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "fp32": "PT_HPU_AUTOCAST_FP32_OPS_LIST"}
+)
+"""Cast -> Gaudi's variable, whose file replaces the rows of that cast in the policy ``hpu``."""
 
 _ENGINES: Final[tuple[EngineName, ...]] = get_args(EngineName)
 _FALLBACKS: Final[tuple[Fallback, ...]] = get_args(Fallback)
@@ -71,11 +75,9 @@ def rules() -> str:
     return os.environ.get(RULES, "")
 
 
-def refuse_hpu_lists() -> None:
-    """Raises where Gaudi's variables replace the lists that the policy ``hpu`` has."""
-    for name in _HPU_LISTS:
-        if os.environ.get(name):
-            raise PolicyError(f"{name} is set, which the policy 'hpu' does not follow; write a policy that extends it")
+def hpu_lists() -> dict[Cast, Path]:
+    """Files that Gaudi's variables name, by cast: an operation a line."""
+    return {cast: Path(given).expanduser() for cast, name in HPU_LISTS.items() if (given := os.environ.get(name))}
 
 
 def fallback() -> Fallback:

@@ -7,8 +7,10 @@ exact names; in a user's file only ``operations`` and ``cast`` are needed (docs/
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
+import itertools
 import os
 import re
 import tomllib
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
 from xla_amp.common import config, files
-from xla_amp.common.types import CASTS, LOW_DTYPES, Layer, LowDtype
+from xla_amp.common.types import CASTS, LOW_DTYPES, Cast, Layer, LowDtype
 from xla_amp.errors import PolicyError
 from xla_amp.policy import module_patterns, op_catalog
 from xla_amp.policy.policy import Policy, Rule, RuleLayer
@@ -56,7 +58,7 @@ def load(policy: PolicyLike) -> Policy:
             f"({type(policy).__name__})"
         )
     if policy in BUILTIN:
-        return _builtin(str(policy))
+        return _builtin(str(policy), _lists_of(str(policy)))
     if policy == DEFAULT:
         raise PolicyError(
             "the policy 'default' is the device's own: 'tpu' on XLA:TPU and XLA:CPU, 'gpu' on XLA:GPU, torch's rules "
@@ -69,7 +71,7 @@ def load(policy: PolicyLike) -> Policy:
         raise PolicyError(
             f"unknown policy {policy!r}{hint}. Policies: {', '.join(BUILTIN)}, or a path that ends in .toml"
         )
-    return _from_file(*signature(path))
+    return _from_file(*signature(path), _lists_of("hpu"))
 
 
 _DEFAULTS = {"cpu": "tpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
@@ -105,15 +107,58 @@ def signature(path: Path) -> tuple[Path, int, int]:
     return path, status.st_mtime_ns, status.st_size
 
 
-@functools.cache
-def _builtin(name: str) -> Policy:
-    if name == "hpu":
-        config.refuse_hpu_lists()
-    return from_text(f"tables/{name}.toml", op_catalog.read_table(name), "builtin")
+_List: TypeAlias = tuple[Cast, Path, int, int]
+"""A cast, and the `signature` of the file that replaces the rows of it."""
+
+
+def _lists_of(name: str) -> tuple[_List, ...]:
+    """Gaudi's lists of the user's own, which only the policy ``hpu`` follows."""
+    return tuple((cast, *signature(path)) for cast, path in config.hpu_lists().items()) if name == "hpu" else ()
 
 
 @functools.lru_cache(maxsize=64)
-def _from_file(path: Path, _mtime: int, _size: int) -> Policy:
+def _builtin(name: str, lists: tuple[_List, ...] = ()) -> Policy:
+    policy = from_text(f"tables/{name}.toml", op_catalog.read_table(name), "builtin")
+    return dataclasses.replace(policy, layers=_with_lists(policy.layers[0], lists)) if lists else policy
+
+
+_ALSO_PROMOTED: Final = ("addcdiv", "div", "exp", "mul", "pow")
+"""In Gaudi's promote list, which no file replaces, and in a list that is asked before it."""
+
+
+def _with_lists(table: RuleLayer, lists: tuple[_List, ...]) -> tuple[RuleLayer, ...]:
+    """The rows of Gaudi's table, those of a cast with a list replaced by it; the layer asked first is the last.
+
+    Gaudi's bridge looks for an operation in the low list, then in the fp32 list, then in the promote list.
+    """
+    files = {cast: path for cast, path, *_ in lists}
+    layers = []
+    for cast in ("promote", "fp32", "low"):
+        if cast in files:
+            layers.append(_from_list(files[cast], cast))
+            continue
+        rows = tuple(row for row in table.rules if row.cast == cast)
+        if cast == "promote":
+            promoted = tuple(itertools.chain.from_iterable(map(op_catalog.matching, _ALSO_PROMOTED)))
+            rows += (dataclasses.replace(rows[0], operations=promoted, note="Documented in two lists."),)
+        layers.append(RuleLayer(layer="builtin", origin=table.origin, rules=rows))
+    return tuple(layers)
+
+
+def _from_list(path: Path, cast: Cast) -> RuleLayer:
+    variable = config.HPU_LISTS[cast]
+    rules: dict[tuple[str, ...], Rule] = {}  # Gaudi's own list has div, and truediv, Python's name for it
+    spellings = op_catalog.catalogue().spellings
+    for number, line in enumerate(read_file(path).splitlines(), 1):
+        if name := line.strip():
+            where = f"{path}:{number} ({variable})"
+            row = rule(where, spellings.get(name, (name,)), cast, why=f"listed in the file of {variable}", source=variable)
+            rules.setdefault(row.operations, row)
+    return check(RuleLayer(layer="environment", origin=variable, rules=tuple(rules.values())))
+
+
+@functools.lru_cache(maxsize=64)
+def _from_file(path: Path, _mtime: int, _size: int, _lists: tuple[_List, ...]) -> Policy:
     return from_text(str(path), read_file(path), "file")
 
 
@@ -157,7 +202,7 @@ def from_text(file: str, text: str, layer: Layer) -> Policy:
     if (extends := header.get("extends")) is not None:
         if extends not in BUILTIN:
             _fail(file, f"extends = {extends!r} is no built-in policy; expected one of {', '.join(BUILTIN)}")
-        parent = _builtin(extends)
+        parent = load(extends)
     low = header.get("low", parent.low if parent else None)
     if low is None:
         _fail(file, 'low is missing: add low = "bfloat16" or low = "float16", or extends = "tpu"')
