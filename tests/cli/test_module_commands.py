@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax import export
 
+from xla_amp.cli import native
 from xla_amp.stablehlo import io, ir
 from xla_amp.tools.inspect import inspection
 
@@ -210,6 +211,41 @@ def test_programs_that_cannot_be_converted_write_nothing(run, folder, line, mess
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert message in err
     assert not (folder / "out.mlir").exists()
+
+
+def test_hlo_is_converted(run, folder):
+    hlo = jax.jit(network).lower(X, W).compiler_ir("hlo")
+    (folder / "net.hlo").write_text(hlo.as_hlo_text())
+    (folder / "net.pb").write_bytes(hlo.as_serialized_hlo_module_proto())
+    for name, form in (("net.hlo", "HLO text"), ("net.pb", "HLO proto")):
+        status, out, _ = run("convert", name, "-o", "low.mlir")
+        assert status == 0
+        assert out.startswith(f"{name} ({form}) -> low.mlir (text)\n")
+        assert run("compare", name, "low.mlir", "--quiet")[0] == 0
+
+
+def test_a_damaged_file_never_ends_the_command(run, folder):
+    data = bytearray(ir.bytecode(ir.parse((folder / "net.mlir").read_text())))
+    data[data.index(b"stablehlo") :] = b"\xff" * 40  # MLIR's reader aborts
+    (folder / "damaged.mlirbc").write_bytes(data)
+    status, out, err = run("inspect", "damaged.mlirbc")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("xla-amp: damaged.mlirbc: ")
+    assert err.isascii()
+
+
+def test_what_would_end_the_command_is_one_line(run, folder, monkeypatch):
+    """Each way in which the process that reads a file may end."""
+    (folder / "net.mlirbc").write_bytes(ir.bytecode(ir.parse((folder / "net.mlir").read_text())))
+    monkeypatch.setattr(native, "_PARSE", "import os; os.abort()")
+    assert run("inspect", "net.mlirbc") == (
+        1,
+        "",
+        "xla-amp: net.mlirbc: damaged: reading it ended the process that tried (status -6)\n",
+    )
+    monkeypatch.setattr(native, "_PARSE", "import time; time.sleep(60)")
+    monkeypatch.setattr(native, "_SECONDS", (0.5, 0.0))
+    assert run("inspect", "net.mlirbc")[2] == "xla-amp: net.mlirbc: damaged: reading it did not end in 0 s\n"
 
 
 def test_an_interruption_is_no_traceback(run, folder):

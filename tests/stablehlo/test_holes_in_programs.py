@@ -1,4 +1,4 @@
-"""Programs as other frameworks write them: complex and resource constants, quantized types, composites, several
+"""Programs as other frameworks write them: complex and resource constants, quantized types, composites, HLO, several
 functions, symbolic shapes.
 """
 
@@ -15,7 +15,7 @@ import pytest
 from jax import export
 
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import autocast, compare, inspect, ir
+from xla_amp.stablehlo import autocast, compare, hlo, inspect, ir
 from xla_amp.stablehlo.program import dump, parse
 
 RNG = np.random.default_rng(0)
@@ -193,6 +193,58 @@ def test_samples_that_do_not_determine_the_shapes_of_a_symbolic_program(symbolic
     huge = [np.full(shape, 1e30, np.float32) for shape in ((2, 8), (8, 8), (1, 8))]
     with pytest.raises(ModuleError, match="the samples' shapes do not determine the program's: "):
         compare(symbolic, symbolic, huge)
+
+
+# HLO.
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    return jax.jit(lambda x, w: jnp.tanh(x @ w) @ w).lower(X, W)
+
+
+def proto_of(lowered) -> bytes:
+    return bytes(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
+
+
+def wrapped(proto: bytes) -> bytes:
+    """An ``HloProto`` around a module."""
+    size, head = len(proto), b"\n"
+    while size > 127:
+        head, size = head + bytes([size & 127 | 128]), size >> 7
+    return head + bytes([size]) + proto
+
+
+@pytest.mark.parametrize(
+    ("form", "written"),
+    [
+        ("HLO text", lambda lowered: lowered.as_text(dialect="hlo").encode()),
+        ("HLO proto", proto_of),
+        ("HLO proto", lambda lowered: wrapped(proto_of(lowered))),
+    ],
+    ids=["text", "proto", "proto of a dump"],
+)
+def test_hlo_is_converted(lowered, form, written):
+    program = parse(written(lowered))
+    assert (program.source, program.format) == (form, "text")
+    converted = autocast(program)
+    assert low_products(converted) == low_products(autocast(lowered))
+    assert compare(lowered, converted, [X, W]).agrees()
+
+
+def test_hlo_that_is_no_stablehlo_says_which_form_to_give(lowered):
+    optimized = lowered.compile().as_text()
+    with pytest.raises(ModuleError, match=r"StableHLO has no mhlo\.fusion.*; give the program before optimizations"):
+        autocast(optimized)
+    with pytest.raises(ModuleError, match="HLO proto that JAX cannot convert"):
+        parse(proto_of(lowered)[:400])
+    with pytest.raises(ModuleError, match="HLO text that JAX cannot convert.*: error: expects name"):
+        autocast("HloModule m\nENTRY")
+
+
+@pytest.mark.parametrize("data", [b"\nmodule {}", b"", b"\n\n", b"ML\xefR\n\x01"])
+def test_what_is_no_hlo(data):
+    assert hlo.format_of(data) is None
 
 
 # Errors.

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from xla_amp.cli import native
 from xla_amp.errors import FileError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ STANDARD: Final = Path("-")
 
 def program(parser: argparse.ArgumentParser, name: str, metavar: str) -> None:
     """A positional argument: a file with a StableHLO program."""
-    what = "MLIR text or bytecode, a portable artifact, a jax.export blob, or - for standard input"
+    what = "MLIR text or bytecode, a portable artifact, a jax.export blob, HLO (text or proto), or - for standard input"
     parser.add_argument(name, metavar=metavar, type=Path, help=what)
     parser.set_defaults(on_cpu=True)
 
@@ -43,9 +44,9 @@ def read(path: Path, function: str | None = None) -> Program:
     """
     from xla_amp.stablehlo import io, program
 
-    if path == STANDARD:
-        return program.parse(sys.stdin.buffer.read(), "standard input", function=function)
-    return io.load(path, function=function)
+    data = sys.stdin.buffer.read() if path == STANDARD else io.contents(path)
+    native.check(data, shown(path))
+    return program.parse(data, shown(path), function=function)
 
 
 def check_readable(path: Path) -> None:

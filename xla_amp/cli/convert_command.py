@@ -231,7 +231,7 @@ def _page(arguments: argparse.Namespace, converted: Converted, program: Program,
     from xla_amp.tools.inspect import conversion
 
     names = common.shown(arguments.source), _output(arguments)
-    page = conversion.page(converted.report, f"{names[0]} ({program.format}) -> {names[1]} ({kind})")
+    page = conversion.page(converted.report, f"{names[0]} ({program.source}) -> {names[1]} ({kind})")
     signature = "kept" if arguments.keep_io else "narrowed where only low operations read or write"
     facts = {**page.facts, "signature": signature}
     if program.has_vjp:

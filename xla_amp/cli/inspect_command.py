@@ -31,6 +31,6 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     program = common.read(arguments.file, arguments.function)
     found = inspection.inspect(program)
     if arguments.json:
-        head = {"file": common.shown(arguments.file), "format": program.format}
+        head = {"file": common.shown(arguments.file), "format": program.source}
         return common.as_json({**head, **found.to_dict()}), 0
-    return found.page(f"{common.shown(arguments.file)}: {program.format}").text(), 0
+    return found.page(f"{common.shown(arguments.file)}: {program.source}").text(), 0

@@ -1,15 +1,16 @@
-"""Start JAX for a command without what native libraries print when they find no accelerator."""
+"""What native code may do to a command: print when it finds no accelerator, and end on a damaged file."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 import tempfile
 from typing import Final
 
 from xla_amp.common import config
-from xla_amp.errors import DeviceError
+from xla_amp.errors import DeviceError, ModuleError
 
 _NOISE: Final = (b"All log messages before absl::InitializeLog()", b"cudart_stub.cc")
 """Parts of lines that JAX's CUDA plugin prints while it is loaded; no variable of the environment turns them off."""
@@ -39,3 +40,33 @@ def start() -> None:
             for line in printed:
                 if not any(each in line for each in _NOISE):
                     os.write(2, line)
+
+
+_PARSE: Final = """
+import contextlib, sys
+with contextlib.suppress(Exception):  # the command finds the same, and says it
+    sys.path[:] = sys.argv[1:]
+    from xla_amp.stablehlo import program
+    program.parse(sys.stdin.buffer.read())
+"""
+_SECONDS: Final = (70.0, 5e-6)
+"""How long the reading of a file may take, with the start of a process on a busy machine, and more for each byte."""
+
+
+def check(data: bytes, name: str) -> None:
+    """Reads the bytes of a program in another process first, unless they are text: MLIR and XLA may end on damage.
+
+    Raises:
+        ModuleError: that process has ended, or has not answered in time; `name` opens the message.
+    """
+    from xla_amp.stablehlo import hlo, program
+
+    if program.is_text(data) and hlo.format_of(data) != "HLO proto":
+        return
+    call = [sys.executable, "-c", _PARSE, *sys.path]
+    try:
+        answer = subprocess.run(call, input=data, capture_output=True, timeout=_SECONDS[0] + _SECONDS[1] * len(data))
+    except subprocess.TimeoutExpired as error:
+        raise ModuleError(f"{name}: damaged: reading it did not end in {error.timeout:.0f} s") from None
+    if answer.returncode:
+        raise ModuleError(f"{name}: damaged: reading it ended the process that tried (status {answer.returncode})")

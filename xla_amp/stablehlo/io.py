@@ -21,7 +21,7 @@ _SUFFIXES: Final = MappingProxyType(
 
 
 def load(path: str | os.PathLike[str], *, function: str | None = None) -> Program:
-    """The program in a file of any `Format`.
+    """The program in a file of any `Format`, or of HLO, as text or as a protocol buffer.
 
     Args:
         path: the file.
@@ -32,11 +32,19 @@ def load(path: str | os.PathLike[str], *, function: str | None = None) -> Progra
         ModuleError: the file does not hold a program, or no such function.
     """
     arguments.require("load(path)", path, arguments.PATH, "the name of a file")
+    return parse(contents(path), os.fspath(path), function=function)
+
+
+def contents(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        FileError: it cannot be read.
+    """
     try:
-        data = Path(path).read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise FileError(f"reading {os.fspath(path)}: {error.strerror or error}") from None
-    return parse(data, os.fspath(path), function=function)
 
 
 def save(program: Program | ir.MlirModule, path: str | os.PathLike[str], format: Format | None = None) -> Format:

@@ -1,7 +1,7 @@
 """A StableHLO program in memory: parse it from bytes and serialize it, in every format.
 
-The formats are MLIR text, MLIR bytecode, portable artifacts and ``jax.export`` blobs.  The content of the bytes decides
-the format.
+The formats are MLIR text, MLIR bytecode, portable artifacts and ``jax.export`` blobs; HLO, XLA's format of a program,
+can be read.  The content of the bytes decides the format.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import hlo, ir
 
 Format: TypeAlias = Literal["text", "bytecode", "artifact", "export"]
 """``text``      MLIR assembly
@@ -30,6 +30,13 @@ class Program:
     format: Format
     exported: Any = None
     """For format ``export``: the ``jax.export.Exported`` around the module."""
+    hlo: str = ""
+    """``HLO text`` or ``HLO proto`` if the program was converted from it; `format` is ``text`` then."""
+
+    @property
+    def source(self) -> str:
+        """What the program was read from: `hlo`, otherwise `format`."""
+        return self.hlo or self.format
 
     @property
     def has_vjp(self) -> bool:
@@ -52,15 +59,20 @@ def detect(data: bytes) -> Format:
     """The format of the bytes; what is neither MLIR nor text counts as ``export``."""
     if data.startswith(ir.BYTECODE_MAGIC):
         return "artifact" if ir.is_artifact(data) else "bytecode"
+    return "text" if is_text(data) else "export"
+
+
+def is_text(data: bytes) -> bool:
+    """Whether the bytes are text in UTF-8."""
     try:
         data.decode("utf-8")
     except UnicodeDecodeError:
-        return "export"
-    return "export" if b"\0" in data else "text"
+        return False
+    return b"\0" not in data
 
 
 def parse(data: bytes, name: str = "module", *, function: str | None = None) -> Program:
-    """The program in bytes of any `Format`; damaged bytecode can abort the process, as it aborts MLIR's own tools.
+    """The program in bytes of any `Format`, or of HLO; damaged bytecode can abort the process, as it aborts MLIR's own tools.
 
     `function`: name of the public function to run, for a module that has several, or one that is not to be ``main``.
 
@@ -70,10 +82,15 @@ def parse(data: bytes, name: str = "module", *, function: str | None = None) -> 
     try:
         if not data.strip():
             raise ModuleError("empty; expected a StableHLO module")
-        kind = detect(data)
+        hlo_format = hlo.format_of(data)
+        kind = detect(data) if hlo_format is None else "text"
         exported = _deserialized(data) if kind == "export" else None
-        text = data.decode("utf-8-sig") if kind == "text" else data
-        module = ir.parse(text if exported is None else exported.mlir_module_serialized)
+        if hlo_format is not None:
+            module = hlo.parse(data, hlo_format)
+        elif exported is not None:
+            module = ir.parse(exported.mlir_module_serialized)
+        else:
+            module = ir.parse(data.decode("utf-8-sig") if kind == "text" else data)
         if exported is not None:
             exported = _replaced(exported, module, keep_vjp=True)
         if function is not None:
@@ -81,7 +98,7 @@ def parse(data: bytes, name: str = "module", *, function: str | None = None) -> 
         ir.entry(module)
     except ModuleError as error:
         raise ModuleError(f"{name}: {error}") from None
-    return Program(module=module, format=kind, exported=exported)
+    return Program(module=module, format=kind, exported=exported, hlo=hlo_format or "")
 
 
 def dump(program: Program, format: Format) -> bytes:

@@ -227,7 +227,7 @@ def as_program(module: Any) -> Program:
     if isinstance(module, bytes | bytearray | memoryview):
         return parse(bytes(module))
     if isinstance(module, str) and ("\n" in module or "func.func" in module):
-        return Program(module=ir.parse(module), format="text")
+        return parse(module.encode())
     if isinstance(module, str | os.PathLike):
         return io.load(module)
     if hasattr(module, "compiler_ir"):
