@@ -193,8 +193,9 @@ def test_a_long_compilation_says_what_and_how_long(caplog: pytest.LogCaptureFixt
     assert last.getMessage().startswith("compiled 3,117 operations in 0.")
     assert first.name.startswith("xla_amp.")
     caplog.clear()
-    compile_for(0.5, stores=False)
-    assert caplog.messages[0] == "compiling 3,117 operations, from train.py:212"
+    with executables.compiling(3117, "train.py:212", stores=False, why=lambda: "mm is new"):
+        time.sleep(0.5)
+    assert caplog.messages[0] == "compiling 3,117 operations, from train.py:212; again: mm is new"
 
 
 @pytest.mark.usefixtures("soon")

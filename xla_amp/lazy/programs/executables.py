@@ -6,13 +6,13 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from xla_amp.common import config, events
-from xla_amp.lazy.programs import compilation_cache, pjrt
+from xla_amp.common import config, events, progress
+from xla_amp.lazy.programs import compilation_cache, pjrt, recompile_reasons
 from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lazy.programs.metrics import metrics
 
@@ -47,7 +47,8 @@ def make_ready(program: XlaProgram, arguments: Sequence[Any]) -> None:
         jax.errors.JaxRuntimeError: XLA rejected the program.
     """
     before = _hits.count
-    with compiling(program.operations, events.user_location(), stores=compilation_cache.is_on()):
+    location, stores = events.user_location(), compilation_cache.is_on()
+    with compiling(program.operations, location, stores=stores, why=lambda: recompile_reasons.why(program, location)):
         compiled = program.jitted.lower(*arguments).compile()
     program.is_ready, program.loaded = True, _hits.count > before
     metrics.programs_loaded += program.loaded
@@ -59,7 +60,9 @@ def make_ready(program: XlaProgram, arguments: Sequence[Any]) -> None:
 
 
 @contextlib.contextmanager
-def compiling(operations: int, location: str, *, stores: bool) -> Iterator[None]:
+def compiling(
+    operations: int, location: str, *, stores: bool, why: Callable[[], str] = lambda: ""
+) -> Iterator[None]:
     """Context manager around a compilation that says what a user waits for, if it takes longer than `QUIET`.
 
     The logger is below ``xla_amp``: its level silences the two lines, and so does ``XLA_AMP_PROGRESS=off``.  Python
@@ -69,10 +72,11 @@ def compiling(operations: int, location: str, *, stores: bool) -> Iterator[None]
         operations: count of operations in the step.
         location: ``file:line`` of the user's that waits, may be empty.
         stores: whether the result is kept on the disk.
+        why: what differs from the programs that the line has compiled before; asked only if the line is logged.
     """
     text = f"{operations:,} operations{location and ', from '}{location}{'; kept for the next run' if stores else ''}"
     shown = config.shows_progress() and _log.isEnabledFor(logging.WARNING)
-    timer = threading.Timer(QUIET, _log.warning, [f"compiling {text}"])
+    timer = threading.Timer(QUIET, lambda: _say(f"compiling {text}{(reason := why()) and '; again: '}{reason}"))
     timer.daemon = True
     begin = time.monotonic()
     if shown:
@@ -84,4 +88,9 @@ def compiling(operations: int, location: str, *, stores: bool) -> Iterator[None]
         seconds = time.monotonic() - begin
         if shown and seconds > QUIET:
             timer.join()
-            _log.warning(f"compiled {operations:,} operations in {seconds:.1f} s")
+            _say(f"compiled {operations:,} operations in {seconds:.1f} s")
+
+
+def _say(text: str) -> None:
+    with progress.above_bars():
+        _log.warning(text)

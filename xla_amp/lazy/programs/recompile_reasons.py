@@ -75,13 +75,12 @@ def compiled(program: XlaProgram) -> None:
         if "recompile" in config.debug():
             _log.warning("%s: loaded a program that was compiled before", location or "a backward pass")
         return
+    reason = why(program, location)
     line = _lines.setdefault(location, _Line())
-    before = [known for each in line.last if (known := each()) is not None]
     line.last.appendleft(weakref.ref(program))
     line.programs += 1
-    if line.programs == 1:
+    if not reason:
         return
-    reason = _reason(before, program) if before else "the programs before were dropped (XLA_AMP_PROGRAM_MEMORY)"
     _again(location, f"compiled program {line.programs}", reason)
     if line.programs == PATIENCE:
         file, _, number = location.rpartition(":")
@@ -91,6 +90,14 @@ def compiled(program: XlaProgram) -> None:
             RecompileWarning,
             at=(file or "<backward pass>", int(number or 0)),
         )
+
+
+def why(program: XlaProgram, location: str) -> str:
+    """How a new program differs from those that its line has compiled before; empty if there are none."""
+    if (line := _lines.get(location)) is None or not line.programs:
+        return ""
+    before = [known for each in line.last if (known := each()) is not None]
+    return _reason(before, program) if before else "the programs before were dropped (XLA_AMP_PROGRAM_MEMORY)"
 
 
 def captured_again(reason: str) -> None:
