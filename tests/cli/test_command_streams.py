@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tqdm
 
 from xla_amp import cli
 from xla_amp.common import progress
@@ -152,3 +153,31 @@ def test_a_long_command_says_what_it_does(capsys, monkeypatch):
     with progress.shown("xla-amp compare"):
         time.sleep(0.1)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("told", ["measuring operations, 3 of 8", None])
+def test_a_terminal_shows_a_bar(monkeypatch, told):
+    monkeypatch.setattr(progress, "QUIET", 0.05)
+    monkeypatch.setattr(progress, "EVERY", 0.05)
+    if told:  # rich is not installed: a line
+        monkeypatch.setitem(sys.modules, "rich", None)
+    with contextlib.redirect_stderr(Terminal()) as shown, progress.shown("xla-amp compare"):
+        progress.tell("measuring operations", 3, 8)
+        time.sleep(0.5)
+    text = shown.getvalue()
+    if told:
+        assert f"xla-amp compare: {told} (0 s)\n" in text
+    else:
+        assert "xla-amp compare: measuring operations" in text
+        assert "━" in text
+
+
+def test_a_line_of_progress_begins_on_a_new_line_under_tqdm(monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.05)
+    with contextlib.redirect_stderr(StringIO()) as shown:
+        with tqdm.tqdm(total=3, file=sys.stderr) as bar:
+            with progress.shown("search"):
+                time.sleep(0.2)
+            bar.update()
+    line = next(line for line in shown.getvalue().splitlines() if "search: begins" in line)
+    assert line.rpartition("\r")[2] == "search: begins (0 s)"

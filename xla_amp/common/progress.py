@@ -1,4 +1,4 @@
-"""Progress of a long call on standard error: a line every 15 seconds.
+"""Progress of a long call on standard error: a bar on a terminal where rich is installed, otherwise a line every 15 s.
 
 What computes calls `tell`; who shows it wraps the call in `shown`.  ``XLA_AMP_PROGRESS=off`` shows nothing.
 """
@@ -12,12 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import TextIO
+from contextlib import AbstractContextManager
+from typing import Any, TextIO
 
 from xla_amp.common import config
 
 EVERY: float = 15.0
 """Seconds between two lines; a shorter call prints none."""
+QUIET: float = 1.0
+"""Seconds before the bar is shown."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,9 +53,11 @@ def shown(title: str, *, first: float | None = None) -> Iterator[None]:
     if not config.shows_progress():
         yield
         return
-    state, done = _State(title, time.monotonic()), threading.Event()
+    state, done, stream = _State(title, time.monotonic()), threading.Event(), sys.stderr
     wait = EVERY if first is None else min(first, EVERY)
-    thread = threading.Thread(target=_show, args=(sys.stderr, state, done, wait), daemon=True, name="xla_amp progress")
+    bar = _bar() if stream is not None and stream.isatty() else None
+    show, what = (_show, stream) if bar is None else (_show_bar, bar)
+    thread = threading.Thread(target=show, args=(what, state, done, wait), daemon=True, name="xla_amp progress")
     thread.start()
     token = _shown.set(state)
     try:
@@ -60,7 +65,13 @@ def shown(title: str, *, first: float | None = None) -> Iterator[None]:
     finally:
         _shown.reset(token)
         done.set()
-        thread.join()
+        thread.join()  # the bar leaves the terminal before a report is printed
+
+
+def above_bars() -> AbstractContextManager[object]:
+    """While a line is printed to standard error: bars of the user's tqdm are cleared, and drawn again below it."""
+    tqdm: Any = sys.modules.get("tqdm")
+    return contextlib.nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file=sys.stderr)
 
 
 def _show(stream: TextIO | None, state: _State, done: threading.Event, wait: float) -> None:
@@ -68,4 +79,26 @@ def _show(stream: TextIO | None, state: _State, done: threading.Event, wait: flo
         wait = EVERY
         share = f", {state.done} of {state.total}" if state.total else ""
         seconds = time.monotonic() - state.begin
-        print(f"{state.title}: {state.what}{share} ({seconds:.0f} s)", file=stream, flush=True)
+        with above_bars():
+            print(f"{state.title}: {state.what}{share} ({seconds:.0f} s)", file=stream, flush=True)
+
+
+def _bar() -> Any:
+    """A bar of rich, or None where it is not installed."""
+    try:
+        from rich import console, progress
+    except ImportError:
+        return None
+    columns = (progress.SpinnerColumn(), "{task.description}", progress.BarColumn(), progress.TimeElapsedColumn())
+    return progress.Progress(*columns, console=console.Console(stderr=True), transient=True)
+
+
+def _show_bar(bar: Any, state: _State, done: threading.Event, wait: float) -> None:
+    if done.wait(min(wait, QUIET)):
+        return
+    with bar:
+        task = bar.add_task(state.title, total=None)
+        while not done.wait(0.2):
+            bar.update(
+                task, description=f"{state.title}: {state.what}", completed=state.done, total=state.total or None
+            )

@@ -1,12 +1,15 @@
-"""`Table`: rows as text that fits the terminal."""
+"""`Table`: rows as text that fits the terminal; rich draws it on one, where it is installed."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import io
 import shutil
+import sys
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from xla_amp.errors import printable
 
@@ -53,7 +56,10 @@ class Table:
         """The first `most` rows as text of at most `width` characters a line; None: `terminal_width`."""
         width = width or terminal_width()
         names, rows = self._fitted(width, most)
-        parts = [plain(names, rows, numeric=self.numeric)] if rows else []
+        shown = plain(names, rows, numeric=self.numeric) if rows else ""
+        if rows and sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+            shown = _drawn(names, self.shown(names)[1][:most], self.numeric, width)
+        parts = [shown] if shown else []
         left_out = len(self.rows) - len(rows)
         parts += [f"and {left_out:,} more rows"] if left_out else []
         hidden = [name for name in self.shown()[0] if name not in names] if rows else []
@@ -122,3 +128,19 @@ def plain(columns: Sequence[str], lines: Iterable[Sequence[str]], *, numeric: Co
         for row in rows
     ]
     return "\n".join([padded[0], "  ".join("-" * width for width in widths), *padded[1:]])
+
+
+def _drawn(columns: Sequence[str], lines: Iterable[Sequence[str]], numeric: Collection[str], width: int) -> str:
+    """The table as rich draws it: cells are whole, and wrapped where the terminal is narrow."""
+    from rich import box, console, table, text
+
+    drawn = table.Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in columns:
+        whole = name in (columns[0], *numeric)
+        drawn.add_column(name, justify="right" if name in numeric else "left", overflow="fold", no_wrap=whole)
+    for line in lines:
+        drawn.add_row(*map(text.Text, line))
+    # Without colours: what is printed has no control characters (`printable`).
+    paper: Any = console.Console(file=io.StringIO(), color_system=None, width=width)
+    paper.print(drawn)
+    return "\n".join(map(str.rstrip, paper.file.getvalue().strip("\n").splitlines()))
