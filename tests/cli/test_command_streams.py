@@ -174,10 +174,9 @@ def test_a_terminal_shows_a_bar(monkeypatch, told):
 
 def test_a_line_of_progress_begins_on_a_new_line_under_tqdm(monkeypatch):
     monkeypatch.setattr(progress, "EVERY", 0.05)
-    with contextlib.redirect_stderr(StringIO()) as shown:
-        with tqdm.tqdm(total=3, file=sys.stderr) as bar:
-            with progress.shown("search"):
-                time.sleep(0.2)
-            bar.update()
+    with contextlib.redirect_stderr(StringIO()) as shown, tqdm.tqdm(total=3, file=sys.stderr) as bar:
+        with progress.shown("search"):
+            time.sleep(0.2)
+        bar.update()
     line = next(line for line in shown.getvalue().splitlines() if "search: begins" in line)
     assert line.rpartition("\r")[2] == "search: begins (0 s)"

@@ -238,7 +238,7 @@ def test_hlo_that_is_no_stablehlo_says_which_form_to_give(lowered):
         autocast(optimized)
     with pytest.raises(ModuleError, match="HLO proto that JAX cannot convert"):
         parse(proto_of(lowered)[:400])
-    with pytest.raises(ModuleError, match="HLO text that JAX cannot convert.*: error: expects name"):
+    with pytest.raises(ModuleError, match=r"HLO text that JAX cannot convert.*: error: expects name"):
         autocast("HloModule m\nENTRY")
 
 

@@ -152,7 +152,8 @@ def _from_list(path: Path, cast: Cast) -> RuleLayer:
     for number, line in enumerate(read_file(path).splitlines(), 1):
         if name := line.strip():
             where = f"{path}:{number} ({variable})"
-            row = rule(where, spellings.get(name, (name,)), cast, why=f"listed in the file of {variable}", source=variable)
+            names, why = spellings.get(name, (name,)), f"listed in the file of {variable}"
+            row = rule(where, names, cast, why=why, source=variable)
             rules.setdefault(row.operations, row)
     return check(RuleLayer(layer="environment", origin=variable, rules=tuple(rules.values())))
 

@@ -72,7 +72,7 @@ def is_text(data: bytes) -> bool:
 
 
 def parse(data: bytes, name: str = "module", *, function: str | None = None) -> Program:
-    """The program in bytes of any `Format`, or of HLO; damaged bytecode can abort the process, as it aborts MLIR's own tools.
+    """The program in bytes of any `Format`, or of HLO; damaged bytecode can end the process, as in MLIR's tools.
 
     `function`: name of the public function to run, for a module that has several, or one that is not to be ``main``.
 

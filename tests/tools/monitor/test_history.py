@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+import sys
 
 import pytest
 
+from xla_amp.common.tables import Table
+from xla_amp.errors import MissingLibraryError
+from xla_amp.tools.explain.page import Page, Section
 from xla_amp.tools.monitor.history import History, StepRecord, is_bad
 
 GOOD = StepRecord(step=1, loss=1.0, loss_scale=2.0, gradient_norm=1.0)
@@ -57,6 +62,33 @@ def test_the_report_names_bad_steps_and_layers(history):
     assert "not finite are the gradients of h.0.w, h.0.b, a, ... (4 parameters)" in " ".join(text.split())
     assert history.page().sections[-1].table.rows == [("h.0", 109, 109), ("the model", 1.0, 1.0)]
     assert str(History([])) == "no step has been read yet"
+
+
+def test_the_plot_has_bad_steps_in_red(history, tmp_path, monkeypatch):
+    figure = history.plot()
+    figure.savefig(tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "gradient norm", "loss scale"]
+    for axes in figure.axes:
+        course, bad = axes.lines
+        assert list(course.get_xdata()) == list(range(100, 110))
+        assert (list(bad.get_xdata()), bad.get_color()) == ([108, 108], "red")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingLibraryError, match="pip install matplotlib"):
+        history.plot()
+
+
+def test_a_notebook_shows_tables(history, monkeypatch):
+    shown = history._repr_html_()
+    assert shown.startswith("<b>step 109, loss 0.0091743, ")
+    assert "steps: 100 to 109<br>skipped steps: 1<br>" in shown
+    cells = [re.findall("<td>(.*?)</td>", row) for row in shown.partition("<tbody>")[2].split("</tr>")]
+    assert [row for row in cells if row] == [["h.0", "109", "109"], ["the model", "1", "1"]]
+    escaped = Page("<a>", sections=[Section("", table=Table(columns=("<b>",), rows=[("<c>",)]))]).html()
+    assert "<a>" not in escaped
+    assert "<c>" not in escaped
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert history._repr_html_() is None, "IPython shows the text then"
 
 
 def test_scalars_by_name(history):

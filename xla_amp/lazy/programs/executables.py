@@ -60,9 +60,7 @@ def make_ready(program: XlaProgram, arguments: Sequence[Any]) -> None:
 
 
 @contextlib.contextmanager
-def compiling(
-    operations: int, location: str, *, stores: bool, why: Callable[[], str] = lambda: ""
-) -> Iterator[None]:
+def compiling(operations: int, location: str, *, stores: bool, why: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Context manager around a compilation that says what a user waits for, if it takes longer than `QUIET`.
 
     The logger is below ``xla_amp``: its level silences the two lines, and so does ``XLA_AMP_PROGRESS=off``.  Python

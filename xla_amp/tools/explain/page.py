@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import html
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,6 +59,23 @@ class Page:
             parts.append("\n".join(filter(None, lines)))
         return "\n\n".join(parts)
 
+    def html(self) -> str | None:
+        """The same for a notebook, each table drawn by pandas; None where pandas is not installed."""
+        try:
+            import pandas
+        except ImportError:
+            return None
+        parts = [f"<b>{html.escape(printable(self.title))}</b>"]
+        for section in (Section("", items=tuple(self.facts.items())), *self.sections):
+            if section.is_empty:
+                continue
+            lines = (section.text, *(f"{a}: {b}" if b else a for a, b in section.items))
+            parts += [f"<p><b>{html.escape(section.title)}</b>", *map(html.escape, map(printable, lines))]
+            if (table := section.table) is not None:
+                names, rows = table.shown()
+                parts += [pandas.DataFrame(rows, columns=names).to_html(index=False), html.escape(table.note)]
+        return "<br>".join(filter(None, parts))
+
 
 class Report(abc.ABC):
     """A result that ``print`` shows, and a notebook where it is a cell's last line."""
@@ -75,6 +93,10 @@ class Report(abc.ABC):
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """IPython's way to show an object."""
         printer.text(str(self))
+
+    def _repr_html_(self) -> str | None:
+        """A notebook's way to show an object."""
+        return self.page().html()
 
 
 def _wrapped(line: str, indent: int, width: int) -> str:

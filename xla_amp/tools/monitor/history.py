@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final
 
 from xla_amp.common import arguments, events
 from xla_amp.common.tables import Table
+from xla_amp.errors import MissingLibraryError
 from xla_amp.tools.explain.page import Page, Report, Section
 
 COURSES: Final = ("loss", "gradient_norm", "loss_scale")
@@ -86,6 +87,29 @@ class History(Report):
     def of(self, name: str) -> list[Any]:
         """One field of `StepRecord` over the steps."""
         return [getattr(record, name) for record in self.steps]
+
+    def plot(self) -> Any:
+        """Draws loss, gradient norm and loss scale over the steps, bad steps in red.
+
+        Returns:
+            A ``matplotlib.figure.Figure``: ``savefig("run.png")`` writes it, and a notebook shows it.
+
+        Raises:
+            MissingLibraryError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise MissingLibraryError("history.plot(): matplotlib is not installed: pip install matplotlib") from None
+        courses = [name for name in COURSES if any(value is not None for value in self.of(name))]
+        figure = Figure(figsize=(8, 2 * max(len(courses), 1)), layout="constrained")
+        for number, name in enumerate(courses, 1):
+            axes = figure.add_subplot(len(courses), 1, number, xlabel="step", ylabel=name.replace("_", " "))
+            axes.plot(self.of("step"), [math.nan if value is None else value for value in self.of(name)], linewidth=1)
+            for record in self.steps:
+                if record.bad:
+                    axes.axvline(record.step, color="red", linewidth=1)
+        return figure
 
     def page(self) -> Page:
         """The report for people."""
