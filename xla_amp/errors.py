@@ -10,6 +10,8 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from xla_amp.common.public_names import Left
+
 
 def printable(text: str) -> str:
     """A text that may have names from files, without codes that a terminal acts on: they are written as escapes."""
@@ -63,7 +65,7 @@ class CaptureError(XlaAmpError, RuntimeError):
     """A step that cannot be replayed, or that no longer matches its capture."""
 
 
-class SkipLimitError(XlaAmpError, RuntimeError):
+class SkipLimitError(Left, XlaAmpError, RuntimeError):
     """Too many steps in a row were skipped; `skips` is their number."""
 
     def __init__(self, skips: int, scale: float) -> None:

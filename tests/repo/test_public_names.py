@@ -18,6 +18,12 @@ import xla_amp
 import xla_amp.jax
 import xla_amp.policy
 import xla_amp.stablehlo
+from xla_amp.common import public_names
+from xla_amp.errors import SkipLimitError
+from xla_amp.stablehlo.passes.report import ConversionReport
+from xla_amp.tools.explain.on_pytorch import ExplainReport
+from xla_amp.tools.monitor.history import History
+from xla_amp.tools.overflow.report import OverflowReport
 
 PACKAGES = (xla_amp, xla_amp.jax, xla_amp.stablehlo)
 
@@ -93,6 +99,28 @@ def test_the_names_are_listed_and_others_rejected(package: ModuleType):
     assert not hasattr(package, f"{name}t")
     with pytest.raises(AttributeError, match=rf"has no attribute '{name}t'; public names: .*{name}"):
         getattr(package, f"{name}t")
+
+
+def owners() -> dict[str, object]:
+    """What the rows of `LEFT` are attributes of: a module, or an object of a class."""
+    skipped, report = SkipLimitError(3, 1.0), History([])
+    made = {"SkipLimitError": skipped, "Report": report, "GradScaler": xla_amp.GradScaler("cpu")}
+    made |= {kind.__name__: object.__new__(kind) for kind in (ConversionReport, ExplainReport, OverflowReport)}
+    return made | {module.__name__: module for module in (xla_amp.checkpoint, xla_amp.jax, xla_amp.policy)}
+
+
+@pytest.mark.parametrize("name", public_names.LEFT)
+def test_a_name_that_has_left_says_what_to_write(name: str):
+    owner, _, attribute = name.rpartition(".")
+    with pytest.raises(AttributeError) as raised:
+        getattr(owners()[owner], attribute)
+    assert str(raised.value) == f"{name} has left: {public_names.LEFT[name]}"
+
+
+def test_a_name_that_never_was_is_pythons_own_error():
+    with pytest.raises(AttributeError, match=r"^'History' object has no attribute 'plott'$") as raised:
+        _ = History([]).plott
+    assert raised.value.name == "plott"
 
 
 def test_the_names_of_policies():

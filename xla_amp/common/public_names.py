@@ -1,9 +1,11 @@
-"""Public names of packages: those that load without PyTorch, and the error for a name that a package does not have."""
+"""Public names: those that load without PyTorch, and the error for a name that is not there or has left."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
 
 def importable(public: Iterable[str], needs_torch: Iterable[str]) -> list[str]:
@@ -22,4 +24,44 @@ def importable(public: Iterable[str], needs_torch: Iterable[str]) -> list[str]:
 
 def missing(package: str, name: str, public: Iterable[str]) -> AttributeError:
     """The error for a name that a package (its full name) does not have; `public` are the names that it has."""
-    return AttributeError(f"module {package!r} has no attribute {name!r}; public names: {', '.join(public)}")
+    said = has_left(f"{package}.{name}")
+    return said or AttributeError(f"module {package!r} has no attribute {name!r}; public names: {', '.join(public)}")
+
+
+def has_left(name: str) -> AttributeError | None:
+    """The error for a public name of `LEFT`; None for another."""
+    return AttributeError(f"{name} has left: {LEFT[name]}") if name in LEFT else None
+
+
+class Left:
+    """Base of public classes: a name of `LEFT` that has left them raises its sentence."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
+
+        def __getattr__(self, name: str) -> object:
+            found = (has_left(f"{each.__name__}.{name}") for each in type(self).__mro__)
+            plain = AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            raise next(filter(None, found), plain)
+
+
+_TEXT: Final = "print(report), or leave it as the last line of a notebook's cell"
+LEFT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "ConversionReport.summary": "read report.rows(), report.casts and report.folded, or print(report)",
+        "ConversionReport.to_html": _TEXT,
+        "ConversionReport.to_json": "json.dumps(report.rows())",
+        "ExplainReport.forms": "xla_amp.lowering.forms.chosen()",
+        "ExplainReport.summary": "report.rows() has every decision; print(report) sums them up",
+        "ExplainReport.to_json": "json.dumps(report.rows())",
+        "GradScaler.name_parameters": "xla_amp.find_overflow(step) names the operation that made a gradient inf or NaN",
+        "OverflowReport.to_json": "dataclasses.asdict(report)",
+        "Report.to_html": _TEXT,
+        "SkipLimitError.parameters": "xla_amp.find_overflow(step) names the operation behind the gradients",
+        "xla_amp.checkpoint.Saving": "save_async returns a concurrent.futures.Future, whose result() waits",
+        "xla_amp.jax.from_torch": "tensor.to(device), or xla_amp.jax.from_jax(jax.dlpack.from_dlpack(tensor))",
+        "xla_amp.policy.extend_known_operations": "xla_amp.policy.op_catalog.registered_operations.subscribe(function)",
+    }
+)
+"""Public names that have left since 0.3.0 -> what to write; the next minor release empties it."""

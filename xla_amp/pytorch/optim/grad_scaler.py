@@ -15,10 +15,11 @@ import torch
 from xla_amp.backends import devices
 from xla_amp.backends.trees import tree_map
 from xla_amp.common import arguments, interrupts
+from xla_amp.common.public_names import Left
 from xla_amp.errors import SkipLimitError
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(Left, torch.amp.GradScaler):
     """Multiplies losses by a scale that grows while gradients stay finite and shrinks when they do not.
 
     Micikevicius et al. 2018, with torch's rule: a step with an inf or NaN gradient is skipped and multiplies the scale

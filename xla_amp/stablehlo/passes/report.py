@@ -8,6 +8,7 @@ from typing import Any
 
 from xla_amp.common import events, units
 from xla_amp.common.events import DecisionRecord
+from xla_amp.common.public_names import Left
 from xla_amp.common.types import LowDtype
 from xla_amp.stablehlo import ir, locations
 from xla_amp.stablehlo.passes import sizes
@@ -52,7 +53,7 @@ class Achieved:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConversionReport:
+class ConversionReport(Left):
     """Decisions in program order, and the casts that they needed; ``print(report)`` shows a table."""
 
     policy: str

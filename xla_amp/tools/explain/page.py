@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from xla_amp.common.public_names import Left
 from xla_amp.common.tables import Table, terminal_width
 from xla_amp.errors import printable
 
@@ -77,7 +78,7 @@ class Page:
         return "<br>".join(filter(None, parts))
 
 
-class Report(abc.ABC):
+class Report(Left, abc.ABC):
     """A result that ``print`` shows, and a notebook where it is a cell's last line."""
 
     __slots__ = ()
