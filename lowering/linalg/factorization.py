@@ -141,6 +141,15 @@ def eigh(a: jax.Array, UPLO: str = "L", compute_v: bool = True, *, outs: Any) ->
     return values, vectors if compute_v else empty(outs[1])
 
 
+@exact("linalg_matrix_sqrth")
+def matrix_sqrth(a: jax.Array) -> jax.Array:
+    if not a.size:
+        return a
+    vectors, values = linalg.eigh(a, lower=True, symmetrize_input=False)
+    roots = as_dtype(jnp.sqrt(jnp.maximum(values, 0)), a.dtype)
+    return (vectors * roots[..., None, :]) @ adjoint(vectors)
+
+
 @exact("linalg_eig")
 def eig(a: jax.Array) -> tuple[jax.Array, jax.Array]:
     values, vectors = linalg.eig(a, compute_left_eigenvectors=False)
@@ -164,6 +173,14 @@ def svd(
         u, s, vh = linalg.svd(a, full_matrices=full_matrices)
         return u, s, vh
     return empty(outs[0]), linalg.svd(a, compute_uv=False), empty(outs[2])
+
+
+@exact("linalg_polar")
+def polar(a: jax.Array, *, outs: Any) -> tuple[jax.Array, jax.Array]:
+    if not a.size:
+        return empty(outs[0]), empty(outs[1])
+    u, s, vh = linalg.svd(a, full_matrices=False)
+    return u @ vh, (adjoint(vh) * as_dtype(s, a.dtype)[..., None, :]) @ vh
 
 
 def _eye_of(shape: jax.ShapeDtypeStruct) -> jax.Array:

@@ -56,6 +56,7 @@ def test_show_one_operation(run):
     status, out, _ = run("show", "tpu", "--operation", "mm", "--json")
     (row,) = json.loads(out)
     assert (row["operation"], row["cast"], row["layer"]) == ("mm", "low", "builtin")
+    assert run("show", "cuda", "--operation", "linalg_matrix_sqrth")[1].endswith("\n  torch  >=2.14\n")
     status, out, _ = run("show", "cpu", "--operation", "special_airy_ai")  # torch knows it, the catalogue does not
     assert (status, out.splitlines()[0]) == (0, "special_airy_ai: keep")
 

@@ -52,7 +52,7 @@ def arguments(operation: str, t: Maker) -> Arguments:
 
 
 def here(operation: str) -> bool:
-    """Whether this torch has the operation: the tables are torch 2.13's, and 2.15 has no `cholesky` and no `qr`."""
+    """Whether this torch has the operation."""
     packet, _, overload = operation.partition(".")
     return hasattr(getattr(torch.ops.aten, packet, None), overload or "default")
 
@@ -216,7 +216,7 @@ _rows("ctc_loss.Tensor", lambda t: (-t(6, 2, 5), t.ints([1, 2, 3], [4, 2, 0]), t
 _rows(
     "cholesky cholesky_inverse inverse pinverse linalg_cholesky linalg_cholesky_ex linalg_inv linalg_inv_ex "
     "linalg_cond linalg_eigh linalg_eigvalsh linalg_eig linalg_eigvals linalg_svdvals linalg_svd svd linalg_qr qr "
-    "geqrf _lu_with_info linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor",
+    "linalg_matrix_sqrth geqrf _lu_with_info linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor",
     lambda t: (t.spd(3),),
 )
 _rows("linalg_cond.p_str", lambda t: (t.spd(3), "fro"))

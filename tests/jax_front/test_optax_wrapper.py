@@ -164,7 +164,8 @@ def test_devices_agree(check):
         assert (new == params["w"]).all() == bool(skipped)
     assert jax.vmap(step(None), axis_name="i")(bad)[1].tolist() == [0, 0, 1, 0]  # without the axis they diverge
     # Of the types that `jax.shard_map` checks: what is the same on all devices.
-    mesh, part = jax.sharding.AbstractMesh((4,), ("i",)), jax.sharding.PartitionSpec("i")
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh, part = jax.sharding.AbstractMesh((4,), ("i",), axis_types=auto), jax.sharding.PartitionSpec("i")
     whole = jax.sharding.PartitionSpec() if check else part
     mapped = jax.shard_map(
         lambda x: [each if check else each[None] for each in step("i")(x[0])[1:]],

@@ -143,6 +143,7 @@ INEFFECTIVE: list[tuple[Callable[..., None], Any, type[Exception], str]] = [
     (in_stablehlo, {"mylib::attention": "low"}, PolicyError, r"mylib::attention = low .*operator of a torch library"),
     (in_stablehlo, {"upsample_*": "fp32"}, PolicyError, r"upsample_\* = fp32 .*: StableHLO programs contain only"),
     (in_torch, {"special_zeta": "fp32", "matmul": "keep"}, RuleWarning, r"special_zeta = fp32 .*: it has matched no"),
+    (in_torch, {"qr": "fp32"}, RuleWarning, r"qr = fp32 .*: it has matched no operation; torch<2\.14 has it"),
     (in_torch, {"mylib::scan": "low"}, RuleWarning, r"mylib::scan = low .*: it has matched no operation"),
     (in_torch, {"module:*.decoder.mm": "fp32"}, RuleWarning, r"module:\*\.decoder\.mm = fp32 .*it has matched no"),
 ]

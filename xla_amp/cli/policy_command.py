@@ -116,6 +116,7 @@ def _fields(decision: Decision) -> dict[str, str]:
         "source": rule.source if rule else "",
         "note": rule.note if rule else "",
         "rule": decision.origin,
+        "torch": op_catalog.catalogue().torch.get(decision.operation, ""),
     }
 
 

@@ -236,7 +236,9 @@ def report_unmatched(layer: RuleLayer, *, strict: bool, once: bool = False) -> N
     found = [pair for pair in unused((layer,)) if not _process.uses[pair].judged]
     for pair in found if once else ():
         _process.uses[pair].judged = True
-    lines = [_line(pair, "it has matched no operation") for pair in found]
+    versions = op_catalog.catalogue().torch
+    torch = {pair: f"; torch{versions[pair.pattern]} has it" for pair in found if pair.pattern in versions}
+    lines = [_line(pair, f"it has matched no operation{torch.get(pair, '')}") for pair in found]
     _raise_or_warn(lines if strict else [], lines, "what ran under autocast")
 
 

@@ -58,6 +58,8 @@ class Catalogue(NamedTuple):
     no_rule: frozenset[str]
     """Packets that no user's rule can reach: views and conversions."""
     no_rule_why: str
+    torch: Mapping[str, str]
+    """ATen name -> versions of torch that have it (``"<2.14"``), if not every supported one."""
 
 
 def read_table(name: str) -> str:
@@ -94,6 +96,7 @@ def catalogue() -> Catalogue:
         spellings=MappingProxyType({spelling: tuple(names) for spelling, names in data["spellings"].items()}),
         no_rule=frozenset(data["no_rule"]["operations"]),
         no_rule_why=data["no_rule"]["why"],
+        torch=MappingProxyType({name: versions for versions, names in data["torch"].items() for name in names}),
     )
 
 

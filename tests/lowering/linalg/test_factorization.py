@@ -139,6 +139,19 @@ def test_matrix_exp_of_small_and_large_matrices():
         check("linalg_matrix_exp", a, rtol=30 * FACTOR * 1e-11, atol=30 * FACTOR * 1e-11)
 
 
+def test_roots_and_polar_forms_of_matrices():
+    if not hasattr(torch.ops.aten, "linalg_polar"):
+        pytest.skip("torch 2.14 and later")
+    for dtype in (torch.float64, torch.complex64):
+        a, junk = positive(5, 2, dtype=dtype), sample(2, 5, 5, dtype=dtype, seed=3)
+        check("linalg_matrix_sqrth", a.tril() + junk.triu(1), **tol(dtype))
+        check("linalg_polar", sample(2, 5, 3, dtype=dtype), **tol(dtype))
+    check("linalg_matrix_sqrth", torch.tensor([[4.0, 0.0], [1.0, -3.0]]), **tol(torch.float32))  # its root has no NaN
+    for shape in ((2, 0, 0), (0, 3, 3)):
+        check("linalg_matrix_sqrth", torch.empty(shape))
+        check("linalg_polar", torch.empty(shape))
+
+
 def test_half_types_are_computed_in_float32():
     """JAX has these functions for wide types only; the result is the float32 one of the same operands, rounded."""
     full, half = torch.float32, torch.bfloat16
@@ -146,7 +159,7 @@ def test_half_types_are_computed_in_float32():
     upper, tau = positive(dtype=full).triu().to(half), sample(4, dtype=full).to(half)
     pivots = torch.tensor([2, 2, 3, 5, 5], dtype=torch.int32)
     calls = [
-        *((name, (a,), {}) for name in ("linalg_cholesky_ex", "cholesky", "cholesky_inverse", "linalg_lu_factor_ex")),
+        *((name, (a,), {}) for name in ("linalg_cholesky_ex", "cholesky_inverse", "linalg_lu_factor_ex")),
         *((name, (a,), {}) for name in ("linalg_matrix_exp", "linalg_inv_ex", "_linalg_det", "_linalg_slogdet")),
         *((name, (tall,), {}) for name in ("linalg_qr", "geqrf", "_linalg_svd", "linalg_lu")),
         ("_linalg_eigh", (a,), {}),
