@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
 import xla_amp
@@ -27,6 +29,7 @@ from xla_amp.errors import XlaAmpError
 from xla_amp.lazy.dtypes import TO_NUMPY, to_numpy, to_torch
 from xla_amp.lowering import Lowering, find
 from xla_amp.lowering.operand import materialize
+from xla_amp.policy.op_catalog import catalogue
 
 TOLERANCE: dict[torch.dtype, float] = {
     torch.float64: 1e-11,
@@ -42,7 +45,8 @@ A value computed in the half type itself, or a float64 value that went through f
 COMPILED = "/jax/core/compile/backend_compile_duration"
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
 
-OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+TORCH = Version(torch.__version__).base_version
+OLD = Version(TORCH) < Version("2.13")
 """Whether torch is older than the pinned version."""
 _LATER = frozenset(("_foreach_clone", "_grid_sampler_2d_cpu_fallback_backward"))
 """Operations that an older torch lacks, or composes of others."""
@@ -99,8 +103,8 @@ def array_behind(tensor: torch.Tensor) -> jax.Array | None:
 
 
 def is_here(name: str) -> bool:
-    """Whether this version of torch has the operation `name`."""
-    return not (OLD and name in _LATER)
+    """Whether this version of torch has the operation `name`, by what the catalogue and `_LATER` say."""
+    return not (OLD and name in _LATER) and TORCH in SpecifierSet(catalogue().torch.get(name, ""))
 
 
 def operator(name: str) -> Any:

@@ -51,12 +51,6 @@ def arguments(operation: str, t: Maker) -> Arguments:
     return given, {}
 
 
-def here(operation: str) -> bool:
-    """Whether this torch has the operation."""
-    packet, _, overload = operation.partition(".")
-    return hasattr(getattr(torch.ops.aten, packet, None), overload or "default")
-
-
 def call(operation: str, given: Arguments) -> Any:
     packet, _, overload = operation.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")(*given[0], **given[1])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import is_here
 from packaging.specifiers import SpecifierSet
 
 from xla_amp.policy import BUILTIN, load
@@ -207,15 +208,10 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 
 
-def here(name):
-    """Whether the installed torch has an operation, by what the catalogue says."""
-    return SpecifierSet(catalogue().torch.get(name, "")).contains(".".join(map(str, TORCH)))
-
-
 def changed(name):
     """Whether the installed torch is known to register `name` differently than the tables, which are of torch 2.13."""
     named = re.search(r"[dD]imname|\.names_", name)  # gone from 2.12 on
-    return not here(name) or (TORCH != (2, 13) and (name == "rms_norm" or named))
+    return not is_here(name) or (TORCH != (2, 13) and (name == "rms_norm" or named))
 
 
 def registered(key):
@@ -287,7 +283,7 @@ def test_casts_are_those_of_the_header(policy):
 
 def test_torch_has_the_names_of_the_catalogue_in_the_versions_that_it_says():
     known = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()}
-    expected = set(filter(here, catalogue().classes))
+    expected = set(filter(is_here, catalogue().classes))
     assert expected - known == set()
     assert known & catalogue().classes.keys() - expected == set()
     for versions, names in tomllib.loads(read_table("classes"))["torch"].items():

@@ -9,6 +9,7 @@ import pytest
 import samples
 import torch
 import torch.nn.functional as F
+from harness import is_here
 
 import xla_amp
 from xla_amp import autocast, policy
@@ -19,7 +20,7 @@ from xla_amp.tools.explain.on_pytorch import ExplainReport
 LOW, FULL, HALF = torch.bfloat16, torch.float32, torch.float16
 CPU = load("cpu")
 KEYS = tuple(native_dispatch.KEYS.values())
-TABLE = sorted(filter(samples.here, CPU.operations()))
+TABLE = sorted(filter(is_here, CPU.operations()))
 
 
 def registrations() -> dict[str, list[str]]:
@@ -128,7 +129,7 @@ OTHER_DEVICES = ("cudnn", "_cudnn", "_thnn", "_mps", "_scaled_dot_product_flash_
 @pytest.mark.parametrize("name", ["cuda", "hpu"])
 def test_a_region_under_another_devices_policy(name):
     rules = load(name)
-    operations = [n for n in rules.ruled() | CPU.ruled() if samples.here(n) and not n.startswith(OTHER_DEVICES)]
+    operations = [n for n in rules.ruled() | CPU.ruled() if is_here(n) and not n.startswith(OTHER_DEVICES)]
     expected = {n: rules.decide(n).cast for n in operations if rules.decide(n).cast != "ban"}
     # One tensor operand has nothing to be promoted to; batch and instance norm cast the first operand only.
     single = [n for n, cast in expected.items() if cast == "promote" and n.endswith("Scalar")]
@@ -154,9 +155,6 @@ def test_a_step_inside_a_region_is_seen_by_the_next_forward_pass(region):
 
 # ---- what `explain` reports of torch's kernels -----------------------------------------------------------------------
 
-NEWER = {"linalg_matrix_sqrth"}
-"""Registered by torch 2.15; the tables are torch 2.13's."""
-
 
 def done_and_told(report: ExplainReport, operation: str, dtypes: list[torch.dtype]) -> tuple[list[str], list[str]]:
     """Conversions that the dispatcher made before the operation, and those that the report lists for it."""
@@ -178,7 +176,7 @@ def given_to(operation: str) -> list[list[torch.dtype]]:
 def test_reports_equal_what_the_dispatcher_does_for_every_registered_operation():
     by_torch = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
     unnamed = {name.removeprefix("aten::") for name in by_torch if "dimname" not in name.lower()}
-    assert unnamed - NEWER == set(TABLE)
+    assert unnamed == set(TABLE)
     wrong = {}
     with xla_amp.explain() as report:
         for operation in TABLE:
