@@ -66,21 +66,25 @@ class Training:
         prepared = self.accelerator.prepare(model, optimizer, schedule, loader)
         self.model, self.optimizer, self.schedule, self.loader = prepared
         self.counts: list[tuple[int, int]] = []
+        self.call: Any = self.step
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with self.accelerator.accumulate(self.model):
+            loss = F.cross_entropy(self.model(x), y)
+            self.accelerator.backward(loss)
+            if self.accelerator.sync_gradients:
+                self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+        return loss
 
     def epochs(self, count: int) -> torch.Tensor:
         found = []
         for _ in range(count):
             xla_amp.metrics.reset()
             for x, y in self.loader:
-                with self.accelerator.accumulate(self.model):
-                    loss = F.cross_entropy(self.model(x), y)
-                    self.accelerator.backward(loss)
-                    if self.accelerator.sync_gradients:
-                        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
-                    self.optimizer.step()
-                    self.schedule.step()
-                    self.optimizer.zero_grad()
-                found.append(loss.detach())
+                found.append(self.call(x, y).detach())
             if self.accelerator.device.type == "jax":
                 xla_amp.sync()
             counts = xla_amp.metrics()
@@ -110,6 +114,23 @@ def test_a_loop_of_accelerate_trains_as_on_the_cpu(
         assert (found - expected).abs().max() > 0
     assert isinstance(run.accelerator.scaler, xla_amp.GradScaler) == (precision == "fp16")
     record("Accelerate", precision, run.counts[-1], 8 // accumulated)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_documented_loop_is_captured(precision: Any) -> None:
+    """Three parts a step, two at the end of an epoch; the schedule is stepped where the optimizer is."""
+
+    def run(captured: bool) -> tuple[list[Any], Any]:
+        run = Training(dropout=0.5, fused=True, mixed_precision=precision, gradient_accumulation_steps=3)
+        run.call = xla_amp.compile(run.step, strict=True) if captured else run.step
+        found: list[Any] = []
+        for _ in range(4):
+            found += [run.epochs(1).tolist(), run.schedule.get_last_lr(), run.accelerator.step]
+        return [*found, run.schedule.state_dict(), [each.tolist() for each in run.model.parameters()]], run.call
+
+    found, step = run(captured=True)
+    assert found == run(captured=False)[0]
+    assert step.replays >= 16
 
 
 def test_options_of_the_scaler_and_of_autocast_act() -> None:

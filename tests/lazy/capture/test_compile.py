@@ -154,11 +154,37 @@ def host_count(device):
     return training(optimizer), r"\(on the host; use Adagrad\(\.\.\., lr=torch\.tensor\(.*\), fused=True\)\)"
 
 
-def schedule_inside(device):
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, device=device))], lr=0.5)
+def schedule_before_its_optimizer(device):
+    optimizer = syncfree.SGD([nn.Parameter(torch.ones(2, device=device))], lr=0.5)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 0.5 ** (number % 2))
-    step = training(optimizer, rates.step, times=2)
-    return lambda x: (step(x), rates.optimizer)[0], r"changes rates\.last_epoch from \d to \d"
+    step = training(optimizer, lambda: rates.step(), times=2)
+    return lambda x: (step(x), rates.optimizer)[0], "it steps rates before its optimizer.*step it afterwards"
+
+
+def schedule_by_a_method_that_was_kept(device):
+    optimizer = syncfree.SGD([nn.Parameter(torch.ones(2, device=device))], lr=0.5)
+    rates = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    step = training(optimizer, rates.step)
+    return lambda x: (step(x), rates.optimizer)[0], r"it changes rates\.last_epoch from \d to \d"
+
+
+def schedule_by_a_metric(device):
+    optimizer = syncfree.SGD([nn.Parameter(torch.ones(2, device=device))], lr=0.5)
+    rates = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    step = training(optimizer, lambda: rates.step(1.0))
+    return lambda x: (step(x), rates.optimizer)[0], r"it steps rates \(a ReduceLROnPlateau\) with a metric"
+
+
+def rate_that_is_set_beside_a_schedule(device):
+    optimizer = syncfree.SGD([nn.Parameter(torch.ones(2, device=device))], lr=0.5)
+    rates = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+
+    def more():
+        rates.step()
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    step = training(optimizer, more)
+    return lambda x: (step(x), rates.optimizer)[0], r"it changes .*\['lr'\] from \S+ to .* do that outside"
 
 
 def host_result(device):
@@ -192,8 +218,8 @@ def mixup(device):
 
 REFUSALS = [
     item, object_with_a_tensor, counter, growing_list, number_from_elsewhere, value_from_the_host, other_operations,
-    host_state, host_count, schedule_inside, graph, seeds, host_result,
-    layer_drop, stochastic_depth, mixup,
+    host_state, host_count, schedule_before_its_optimizer, schedule_by_a_metric, rate_that_is_set_beside_a_schedule,
+    schedule_by_a_method_that_was_kept, graph, seeds, host_result, layer_drop, stochastic_depth, mixup,
 ]  # fmt: skip
 
 

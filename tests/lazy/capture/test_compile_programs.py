@@ -249,6 +249,11 @@ SCHEDULES = {
     "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=30),
     "steps": lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5),
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, [lambda n: 0.9**n, lambda n: 1.0 / (n + 1)]),
+    "of schedules": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1, 1, 4), torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 7)],
+        [5],
+    ),
 }
 
 
@@ -268,9 +273,36 @@ def of_schedule(name):
     return program
 
 
+def schedules_inside(name):
+    """Stepped by the step, behind its optimizer."""
+
+    def program(device, compiled):
+        model = network(device)
+        groups = [{"params": list(model[0].parameters())}, {"params": list(model[1:].parameters()), "lr": 0.05}]
+        optimizer = xla_amp.syncfree.SGD(groups, lr=0.1, momentum=0.9)
+        schedule, train = SCHEDULES[name](optimizer), training(device, model, optimizer)
+
+        def step(x):
+            loss = train(x)
+            schedule.step()
+            return loss
+
+        step, results = compiled(step), []
+        for number, x in enumerate(batches(device, (6, 8)) * 2):
+            results.append(step(x))
+            if number == 9:  # a checkpoint is loaded
+                schedule.load_state_dict({**schedule.state_dict(), "last_epoch": 2})
+            results += [torch.tensor(group["lr"]) for group in optimizer.param_groups]
+        return results + tensors(model), [step]
+
+    program.__name__ = f"schedule inside: {name}"
+    return program
+
+
 PROGRAMS = [
     accumulation, accumulation_in_a_step, two_step_gan, alternating_shapes, mixed_optimizers,
-    checkpoints, shared_with_jax, *map(of_schedule, SCHEDULES), *map(of_optimizer, OPTIMIZERS),
+    checkpoints, shared_with_jax, *map(of_schedule, SCHEDULES),
+    *map(schedules_inside, SCHEDULES), *map(of_optimizer, OPTIMIZERS),
 ]  # fmt: skip
 
 

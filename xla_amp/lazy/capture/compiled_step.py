@@ -33,6 +33,8 @@ _Result = TypeVar("_Result")
 
 PATIENCE = 4
 """Recording calls that cannot be replayed until a warning; optimizers create their state in the first."""
+_READERS = {"param_groups", "get_last_lr"}
+"""A step that has neither name reads no number of an optimizer that does not step."""
 AUDIT = 8
 """After 8, 64, 512, ... replays one call is recorded again and compared."""
 
@@ -104,7 +106,9 @@ class Capture:
         self._reads = set(range(len(before.had_gradient)))
         """The parameters where it matters whether they have a gradient."""
         self._inputs: set[int] = set()
-        """Numbers of optimizers that are inputs; others are constants."""
+        """Numbers of optimizers that are inputs, or that no optimizer has read; others are constants."""
+        self._given: list[int] = []
+        """Those that are inputs."""
         self._entries = self._compared(before)
         self.last: Recording | None = None
         self.replay: Replay | None = None
@@ -114,8 +118,11 @@ class Capture:
     def _compared(self, now: Snapshot) -> list[list[Entry]]:
         numbers = enumerate(zip(now.options, now.numbers, strict=True))
         constants = [(option.label, number) for at, (option, number) in numbers if at not in self._inputs]
+        inputs = [now.numbers[at] for at in self._given]
+        equal = [inputs.index(number) if number else -1 for number in inputs]
         had = [had for at, had in enumerate(now.had_gradient) if at in self._reads]
-        return [constants, *now.entries, [("which parameters have a gradient", had)]]
+        last = [("which numbers of optimizers are equal or zero", equal), ("which parameters have a gradient", had)]
+        return [constants, *now.entries, last]
 
     def matches(self, now: Snapshot) -> bool:
         """Whether this is the capture of a call."""
@@ -144,9 +151,10 @@ class Capture:
             replay = Replay(last, run, result)
             self.audit_at *= AUDIT if self.replays == self.audit_at else 1
             self.replay, options = replay, replay.options
-        inputs = {after.numbers[at] for at in options.values()}
-        pairs = enumerate(zip(after.options, after.numbers, strict=True))
-        self._inputs = {at for at, (option, number) in pairs if option.is_input and number in inputs}
+        inputs = {run.numbers[at] for at in options.values()}
+        self._given = [at for at, number in enumerate(run.numbers) if number is not None and number in inputs]
+        unread = () if run.stepped or _READERS.intersection(after.names) else enumerate(run.numbers)
+        self._inputs = {*self._given, *(at for at, number in unread if number is not None)}
         self._entries = self._compared(self._before)
 
 

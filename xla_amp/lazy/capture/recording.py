@@ -7,6 +7,7 @@ returned.  If two calls agree, the program of a third one is known up to its dat
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import pickle
 import random
@@ -72,7 +73,17 @@ class Recording:
         """The parameters where it matters whether they have a gradient before the call."""
         self.options: dict[int, int] = {}
         """Index of each lifted float of a fused optimizer -> the first number of an optimizer that equals it."""
-        self._stepped = False
+        self.stepped = False
+        pairs = zip(before.options, before.numbers, strict=True)
+        self.numbers = [number if option.is_input else None for option, number in pairs]
+        """Those of optimizers before the call that may be inputs."""
+        self._steered = before.steered()
+        """As they are now, as far as calls that a replay repeats have changed them."""
+        self.repeated: list[str] = []
+        """The objects of which the call has called the method that a replay calls, in this order."""
+        self._inside = False
+        self._misstep: str | None = None
+        """Why a replay cannot step a schedule as the call did."""
         before.release()
         state.objects = None
 
@@ -85,6 +96,7 @@ class Recording:
             torch.nn.modules.module.register_module_forward_pre_hook(saw),
             register_optimizer_step_pre_hook(self._steps),
             step_marker.paused(),
+            self._watched(),
             _young_garbage(),
         ):
             result = step(*args, **kwargs)
@@ -102,7 +114,41 @@ class Recording:
 
     def _steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._state.saw(optimizer)
-        self._stepped = True
+        self.stepped = True
+        for label in self.repeated:
+            schedule, name = self._before.repeated[label]
+            owners = getattr(schedule, "optimizers", [getattr(schedule, "optimizer", optimizer)])
+            if name == "step" and any(each.param_groups is optimizer.param_groups for each in owners):
+                self._misstep = f"it steps {label} before its optimizer, and a replay does so last; step it afterwards"
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Context manager: calls of the methods that a replay calls are counted."""
+        spaces = [(vars(owner), name, vars(owner).get(name)) for owner, name in self._before.repeated.values()]
+        for label, (owner, name) in self._before.repeated.items():
+            vars(owner)[name] = functools.partial(self._repeat, label, getattr(owner, name))
+        try:
+            yield
+        finally:
+            for space, name, before in reversed(spaces):
+                space.pop(name) if before is None else space.update({name: before})
+
+    def _repeat(self, label: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inside:  # a schedule of a schedule
+            return method(*args, **kwargs)
+        self.repeated.append(label)
+        owner, name = self._before.repeated[label]
+        if name == "step" and (args or kwargs):
+            what = f"{label} (a {type(owner).__name__}) with a metric or an epoch"
+            self._misstep = f"it steps {what}, which a replay does not have; step it outside"
+        known = self._before.steered() == self._steered
+        self._inside = True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._inside = False
+            if known:
+                self._steered = self._before.steered()
 
     def _source(self, buffer: Buffer, held: bool) -> Source:
         """Where an input comes from.  Arrays from the host are kept, so that no program takes their memory."""
@@ -152,13 +198,15 @@ class Recording:
         run = self.run
         for node in (node for node in nodes(run.key.code) if node.instruction.name.startswith("_fused_")):
             for at in range(node.floats.start, node.floats.stop):
-                if run.floats[at] and run.floats[at] in after.numbers:
-                    self.options[at] = after.numbers.index(run.floats[at])
+                if run.floats[at] and run.floats[at] in self.numbers:
+                    self.options[at] = self.numbers.index(run.floats[at])
 
     def _obstacle(self, after: Snapshot) -> str | None:
         """What Python did in the call that a replay cannot repeat."""
         if not self._runs or not self.run.key.code:
             return "it records nothing on the lazy device"
+        if self._misstep:
+            return self._misstep
         if self._reads:
             what = "item(), print, an `if` on a tensor, or a result whose size depends on data"
             return f"it reads a value on the host at {self.run.where} ({what})"
@@ -171,7 +219,7 @@ class Recording:
         if self._drew:
             what = "draw on the device, or outside, and pass the result as a tensor or a number"
             return f"it draws from {self._drew[0]} on the host, where a replay would not ({what})"
-        changed = difference(self._before.unchanged(), after.unchanged())
+        changed = difference(self._before.unchanged(self._steered), after.unchanged(after.steered()))
         return changed and "it changes {}{}, which a replay would not; do that outside".format(*changed)
 
     def _origin(self, tensor: torch.Tensor) -> Origin | None:
@@ -186,7 +234,7 @@ class Recording:
             # An object that is no plain value may hold tensors, so it is equal to itself only.
             return plain(value) if type(value) in PLAIN else (type(value), id(value), value)
         written = {self._origins.get(each, -1) for each in self._written}.union(self.bindings)
-        if value.requires_grad and not self._stepped and max(written, default=-1) < self.first_gradient:
+        if value.requires_grad and not self.stepped and max(written, default=-1) < self.first_gradient:
             raise NotReplayableError(
                 "it returns a tensor that requires grad, and gradients do not reach into a replay; call backward() "
                 "inside, or run it under torch.no_grad()"
@@ -205,6 +253,8 @@ class Recording:
         if run.key.code != again.key.code:
             how = recompile_reasons.difference(run.key.code, again.key.code)
             return f"its calls differ: {how or 'another operation'}"
+        if self.repeated != other.repeated:
+            return f"its calls differ: they step {self.repeated or 'no schedule'} and {other.repeated or 'none'}"
         if run.ints != again.ints:
             return "its calls differ: whole numbers in it change from call to call"
         if run.key.wanted != again.key.wanted:

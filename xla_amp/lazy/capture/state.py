@@ -164,7 +164,8 @@ class _Objects(Reading):
             self.add(value, label, slot)
             return
         slots = [Slot(slot, at) for at in range(len(value))] if isinstance(value, tuple) else [slot]
-        self.options += [Option(each, label, _gives_numbers(owner)) for each in slots]
+        is_input = slot.key in owner.defaults and _gives_numbers(owner)  # a schedule's, such as initial_lr, is not
+        self.options += [Option(each, label, is_input) for each in slots]
 
 
 def _is_float(value: Any) -> bool:
@@ -192,7 +193,9 @@ def _remedy(optimizer: Optimizer, value: Any) -> str:
 class Snapshot:
     """The state at one call, and its arguments: what is compared, and the tensors by position."""
 
-    def __init__(self, modes: list[Entry], fresh: Reading, objects: _Objects) -> None:
+    def __init__(self, modes: list[Entry], fresh: Reading, objects: _Objects, names: tuple[str, ...]) -> None:
+        self.names = names
+        """In the step's own code."""
         given = [each.tensor for each in fresh.tensors]
         loose = {id(tensor): tensor for tensor in given if _may_have_gradient(tensor)}
         self.tensors = [*fresh.tensors, *objects.tensors]
@@ -204,14 +207,16 @@ class Snapshot:
         ]
         self.buffers: list[Buffer | None] = [*_buffers_of(given), *objects.buffers, *of_gradients]
         """By position: of `tensors`, then of `gradients`."""
-        self.options, self._schedules = objects.options, fresh.schedules
-        self.numbers = numbers = [option.slot.value() for option in self.options]
+        self.repeated = {**fresh.repeated, **objects.repeated}
+        """Objects on the host by label, each with the method that a replay calls."""
+        self.options = objects.options
+        self.numbers = [option.slot.value() for option in self.options]
         hooks = itertools.chain.from_iterable(map(_hooks, self.parameters))
         derived = [
             ("which parameters require a gradient", [each.requires_grad for each in self.parameters]),
             ("hooks of its parameters", [[*each.values()] for each in hooks if each]),
-            ("which numbers of optimizers are equal or zero", [numbers.index(n) if n else -1 for n in numbers]),
             ("which tensors share memory", _shared(self.buffers)),
+            *fresh.steps,
         ]
         self.entries = [*modes, *fresh.entries()], objects.entries(), derived
         """In parts, as that of objects is mostly the same list."""
@@ -223,11 +228,15 @@ class Snapshot:
             return self.tensors[position]
         return self.gradients[index], "a gradient", Slot(self.parameters[index], "grad")
 
-    def unchanged(self) -> list[list[Entry]]:
-        """What a call may not change: all but which tensors share memory."""
-        numbers = zip(self.options, self.numbers, strict=True)
+    def steered(self) -> list[Entry]:
+        """What schedules change: the numbers of optimizers, and their counts, as they are now."""
+        epochs = [(f"{label}.last_epoch", getattr(each, "last_epoch", 0)) for label, (each, _) in self.repeated.items()]
+        return [*((option.label, plain(option.slot.value())) for option in self.options), *epochs]
+
+    def unchanged(self, steered: list[Entry]) -> list[list[Entry]]:
+        """What a call may not change: all but what follows from something else."""
         *parts, derived = self.entries
-        return [[(option.label, plain(number)) for option, number in numbers], self._schedules, *parts, derived[:-1]]
+        return [steered, *parts, derived[:2]]
 
     def release(self) -> None:
         """Keeps no tensor alive."""
@@ -269,7 +278,7 @@ class State:
         if objects is None or not objects.is_current(fresh.objects):
             objects = self.objects = _Objects(fresh.objects)
             self._known.update(owner for _, owner in objects.objects.values())
-        return Snapshot(modes, fresh, objects)
+        return Snapshot(modes, fresh, objects, names)
 
 
 _END: Final = object()

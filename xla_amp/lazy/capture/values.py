@@ -118,8 +118,10 @@ class Reading:
         """Modules, optimizers and scalers by id, each with its label."""
         self._arrays: list[tuple[str, Any]] = []
         """On the host, where they may change in place."""
-        self.schedules: list[Entry] = []
-        """The counts of learning-rate schedules, which may change between calls and not in a call."""
+        self.repeated: dict[str, tuple[Any, str]] = {}
+        """Schedules and other objects on the host, with the method that a replay calls as a recorded call did."""
+        self.steps: list[Entry] = []
+        """What this method may change, and a call depends on."""
         self.watched: list[Iterable[Any]] = []
         """The identity of these items tells whether reading them again would find the same."""
         self.sized: list[Sized] = []
@@ -151,10 +153,22 @@ class Reading:
         elif isinstance(value, np.ndarray | np.generic | torch.Tensor):
             self._arrays.append((label, value))
         else:
-            if isinstance(value, LRScheduler):
-                self.schedules.append((f"{label}.last_epoch", value.last_epoch))
-            return False
+            return self._repeated(value, label)
         return True
+
+    def _repeated(self, value: Any, label: str) -> bool:
+        kind = type(value)
+        if isinstance(value, LRScheduler) or (hasattr(kind, "get_last_lr") and hasattr(kind, "step")):
+            self.repeated[label] = value, "step"
+            self.compare(f"the class of {label}", kind)
+        elif hasattr(kind, "accumulate") and hasattr(value, "gradient_state"):  # Accelerate's
+            self.repeated[label] = value, "accumulate"
+            now = value.gradient_state
+            ends = now.sync_with_dataloader and now.end_of_dataloader
+            steps = ends or (value.step + 1) % now.num_steps == 0
+            self.steps.append((f"whether {label} synchronizes gradients", (now.num_steps, now.sync_gradients, steps)))
+            return True
+        return False
 
     def _container(self, value: Any, label: str, slot: Slot) -> None:
         self.watch(value)
