@@ -11,7 +11,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import jax
 import numpy as np
@@ -178,15 +178,33 @@ class MpDeviceLoader(DeviceLoader):
 @overload
 def compile(f: _Function, full_graph: bool = False) -> _Function: ...
 @overload
-def compile(f: None = None, full_graph: bool = False) -> Callable[[_Function], _Function]: ...
+def compile(f: None = None, full_graph: bool = False) -> _Block: ...
 def compile(f: Callable[..., Any] | None = None, full_graph: bool = False) -> Any:
-    """`xla_amp.compile` of a step, as a function or a decorator.
+    """`xla_amp.compile` of a step, as a function or a decorator; without a step, also a ``with`` block: one program.
 
     Args:
         f: the step.
         full_graph: raise where the step cannot be replayed.
     """
-    return _compile(f, strict=full_graph)
+    return _Block(full_graph) if f is None else _compile(f, strict=full_graph)
+
+
+class _Block:
+    """``compile()`` without a step: a decorator, or a block of code that `sync` begins and ends."""
+
+    def __init__(self, full_graph: bool) -> None:
+        self._full_graph = full_graph
+
+    def __call__(self, f: _Function) -> _Function:
+        return cast(_Function, _compile(f, strict=self._full_graph))
+
+    def __enter__(self) -> None:
+        if self._full_graph:
+            raise TypeError("with torch_xla.compile(full_graph=True): a block is recorded; write it above a function")
+        sync()
+
+    def __exit__(self, *_: object) -> None:
+        sync()
 
 
 def launch(

@@ -8,12 +8,12 @@ from xla_amp.pytorch.distributed import gradients as _gradients
 from xla_amp.pytorch.distributed import xla_model as _xla_model
 from xla_amp.pytorch.distributed import xm_collectives as _xm_collectives
 from xla_amp.pytorch.distributed.gradients import *  # noqa: F403  # its `__all__`, as those below
-from xla_amp.pytorch.distributed.gradients import fetch_gradients as _fetch_gradients
+from xla_amp.pytorch.distributed.gradients import fetch_gradients as _fetch_gradients  # noqa: F401  # torch_xla's private name
 from xla_amp.pytorch.distributed.script_helpers import RateTracker
 from xla_amp.pytorch.distributed.xla_model import *  # noqa: F403
 from xla_amp.pytorch.distributed.xm_collectives import *  # noqa: F403
 
-__all__ = ["RateTracker", "_fetch_gradients"]
+__all__ = ["RateTracker"]
 __all__ += _gradients.__all__
 __all__ += _xla_model.__all__
 __all__ += _xm_collectives.__all__

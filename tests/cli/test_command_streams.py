@@ -81,7 +81,7 @@ def run(call_cli, folder, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        (("inspect", "net.mlir"), ("Contractions", "operands and result")),
+        (("inspect", "net.mlir"), ("Products and convolutions", "operands and result")),
         (("convert", "net.mlir", "-o", "in_terminal.mlir"), ("before", "after", "result", "without the column")),
         (("compare", "net.mlir", "net.mlir"), ("by one rounding", "error")),
         (("policy", "show", "tpu"), ("(rule 1)", "(rule 2)", "operations", "why")),

@@ -103,7 +103,7 @@ def test_inspect(run):
     status, out, err = run("inspect", "net.mlir")
     assert (status, err) == (0, "")
     assert out.startswith("net.mlir: text\n\noperations  6\narguments   384 B\n")
-    assert [row.split() for row in rows(out, "Contractions")] == [["f32", "x", "f32", "->", "f32", "2"]]
+    assert [row.split() for row in rows(out, "Products and convolutions")] == [["f32", "x", "f32", "->", "f32", "2"]]
     assert "Casts" not in out, "there are none"
     status, out, _ = run("inspect", "net.mlir", "--json")
     told = json.loads(out)

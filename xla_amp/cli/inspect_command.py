@@ -6,7 +6,7 @@ import argparse
 
 from xla_amp.cli import arguments as common
 
-HELP = "operations, contractions, casts and bytes by dtype"
+HELP = "operations, products, casts and bytes by dtype"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

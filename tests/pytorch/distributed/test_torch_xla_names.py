@@ -112,6 +112,13 @@ def test_compile(device):
     assert [step(x).tolist() for _ in range(4)] == [[2.0] * 3] * 4
     assert step.replays == 2
     assert torch_xla.compile(full_graph=True)(lambda x: x + 1)(x).tolist() == [2.0] * 3
+    before = xla_amp.metrics()["compilations"]
+    for _ in range(3):
+        with torch_xla.compile():
+            x = x * 3 + 1
+    assert xla_amp.metrics()["compilations"] == before + 1
+    with pytest.raises(TypeError, match="a block is recorded"), torch_xla.compile(full_graph=True):
+        pass
 
 
 def test_spmd_refusals():

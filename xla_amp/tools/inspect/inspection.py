@@ -59,7 +59,9 @@ class Inspection(Report):
                 "results": units.size(self.results),
             },
             (
-                Section("Contractions", table=Table(columns=("operands and result", "count"), rows=products)),
+                Section(
+                    "Products and convolutions", table=Table(columns=("operands and result", "count"), rows=products)
+                ),
                 _with_bytes("Operations by dtype of their result", ("dtype", "operations"), self.dtypes),
                 _with_bytes("Casts", ("from and to", "count"), casts),
             ),
