@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import xla_amp
 from xla_amp import autocast, policy
-from xla_amp.common import events
+from xla_amp.common import config, events
 from xla_amp.errors import PolicyError, RuleWarning
 
 LOW, FULL, HALF, DOUBLE = torch.bfloat16, torch.float32, torch.float16, torch.float64
@@ -208,6 +208,20 @@ def test_environment_and_files(device, low_of, full, tmp_path, monkeypatch):
     monkeypatch.delenv("XLA_AMP_POLICY")
     with autocast(device):
         assert (full - full).dtype is FULL
+
+
+def test_gaudis_example_with_lists_of_its_own(device, tmp_path, monkeypatch):
+    """The documentation of Gaudi: files of operations, a linear model, ``mse_loss`` in the region."""
+    for variable, operations in zip(config.HPU_LISTS.values(), ("mse_loss\nmm\n", "linear\nlog\n"), strict=True):
+        (tmp_path / variable).write_text(operations)
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    x, y = torch.randn(64, 16, device=device), torch.randn(64, 8, device=device)
+    model = torch.nn.Linear(16, 8).to(device)
+    with autocast(device, policy="hpu"):
+        predicted = model(x.to(LOW))
+        loss = F.mse_loss(predicted, y)
+        assert (predicted.dtype, torch.mm(x, x.T).dtype, loss.dtype) == (FULL, LOW, LOW)
+        assert torch.softmax(x, -1).dtype is FULL, "in the built-in low list alone"
 
 
 def test_each_thread_has_its_own_rules(device, full):
