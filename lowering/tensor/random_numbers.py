@@ -3,7 +3,7 @@
 Each call gets a separate key (`rng`) and is a pure function of it; the numbers are JAX's, not those of torch's
 generators.  The parameters of the in-place fills are data (*lifted*), so initializing layers with different bounds
 shares one program per shape.  Halves are drawn in float32 and rounded, except uniform ones, which must stay below
-their upper bound.
+their upper bound and are multiples of the same power of two as torch's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_amp.lowering.operand import as_dtype, opmath, up
+from xla_amp.lowering.operand import as_dtype, is_half, opmath, up
 from xla_amp.lowering.registry import register
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -73,7 +73,11 @@ def uniform_(x: jax.Array, low: Any = 0.0, high: Any = 1.0, *, rng: Any) -> jax.
     """Uniform in [low, high)."""
     wide = _float(x.dtype)
     low, high = as_dtype(low, wide), as_dtype(high, wide)
-    drawn = as_dtype(jax.random.uniform(rng, x.shape, x.dtype), wide)
+    if is_half(x.dtype):  # JAX draws one bit less than torch
+        bits = jnp.finfo(x.dtype).nmant + 1
+        drawn = as_dtype(jax.random.bits(rng, x.shape, jnp.uint16) >> (16 - bits), wide) * wide.type(2.0**-bits)
+    else:
+        drawn = jax.random.uniform(rng, x.shape, wide)
     value = as_dtype(low + drawn * (high - low), x.dtype)
     return jnp.where(as_dtype(value, wide) >= high, as_dtype(low, x.dtype), value)  # rounding can reach the upper bound
 
@@ -87,8 +91,8 @@ def _log_normal(rng: Any, shape: Sequence[int], dtype: Any, mean: Any = 1.0, std
 
 
 def _exponential(rng: Any, shape: Sequence[int], dtype: Any, rate: Any = 1.0) -> jax.Array:
-    """Never 0, so that its log and its reciprocal are finite, as in torch."""
-    drawn = jnp.maximum(jax.random.exponential(rng, shape, dtype), jnp.finfo(dtype).tiny)
+    """Half of epsilon where 0 is drawn, as on CUDA: its log is finite, and no outlier."""
+    drawn = jnp.maximum(jax.random.exponential(rng, shape, dtype), jnp.finfo(dtype).eps / 2)
     return drawn / as_dtype(rate, dtype)
 
 
@@ -112,8 +116,19 @@ DISTRIBUTIONS: dict[str, tuple[tuple[str, ...], Callable[..., jax.Array]]] = {
 """Fill -> its parameters, and what draws (key, shape, dtype, *parameters)."""
 
 
-def _in_float(draw: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    return lambda x, *parameters, rng: draw(rng, x.shape, _float(x.dtype), *parameters)
+_LEAST: dict[str, Callable[[Any], Any]] = {
+    "_standard_gamma": lambda dtype: jnp.finfo(dtype).tiny,
+    "exponential_": lambda dtype: 2.0**-24 if dtype == jnp.float16 else jnp.finfo(dtype).tiny,
+}
+"""Operation -> the least number that it gives, as in torch: rounding to a dtype never gives 0."""
+
+
+def _drawn(name: str, value: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.maximum(value, _LEAST[name](dtype)) if name in _LEAST else value
+
+
+def _in_float(name: str, draw: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda x, *parameters, rng: _drawn(name, draw(rng, x.shape, _float(x.dtype), *parameters), x.dtype)
 
 
 @register("bernoulli.Tensor", "bernoulli.p", lifted=("p",))
@@ -221,8 +236,12 @@ SAMPLERS: dict[str, Callable[..., jax.Array]] = {
 """Operation -> what draws (key, *parameters, dtype=) with arrays of parameters."""
 
 
-def _of_arrays(draw: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    return lambda *parameters, rng: draw(rng, *map(up, parameters), dtype=opmath(parameters[0].dtype))
+def _of_arrays(name: str, draw: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def sample(first: jax.Array, *parameters: jax.Array, rng: Any) -> jax.Array:
+        value = draw(rng, *map(up, (first, *parameters)), dtype=opmath(first.dtype))
+        return _drawn(name, value, first.dtype)
+
+    return sample
 
 
 @register("_standard_gamma_grad")
@@ -233,6 +252,6 @@ def standard_gamma_grad(shape: jax.Array, sample: jax.Array) -> jax.Array:
 
 
 for _name, (_parameters, _draw) in DISTRIBUTIONS.items():
-    _fill(_name, *_parameters)(_in_float(_draw))
+    _fill(_name, *_parameters)(_in_float(_name, _draw))
 for _name, _draw in SAMPLERS.items():
-    register(_name)(_of_arrays(_draw))
+    register(_name)(_of_arrays(_name, _draw))

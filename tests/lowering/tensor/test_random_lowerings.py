@@ -69,6 +69,29 @@ def test_uniform_never_reaches_its_end():
         assert values.max() < 1.0 + 2.0**-6
 
 
+def test_halves_are_never_0_where_torch_excludes_it_nor_1():
+    """Exponential numbers, also of a high rate, gamma numbers of a small shape, and the noise of gumbel_softmax."""
+    engine.manual_seed(0)
+    device, count = engine.device(), 2_000_000
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        empty = torch.empty(count, dtype=dtype, device=device)
+        least = [empty.clone().exponential_(rate).min() for rate in (1.0, 1000.0)]
+        least.append(torch._standard_gamma(torch.full_like(empty[:100_000], 0.05)).min())
+        noise = -empty.clone().exponential_().log()
+        by_hand = -torch.log(-torch.log(torch.rand(count, dtype=dtype, device=device)))
+        assert min(value.item() for value in least) > 0, dtype
+        assert noise.max().item() < 17, dtype  # -log(2**-24) is 16.6
+        assert by_hand.max().item() < 17, dtype
+
+
+def test_uniform_halves_have_the_resolution_of_torch():
+    for dtype, bits in ((torch.float16, 11), (torch.bfloat16, 8)):
+        (values,) = draw([("uniform_", dtype, 0.0, 1.0)], count=100_000)
+        steps = values.double() * 2**bits
+        assert torch.equal(steps, steps.round())
+        assert values.max().item() == torch.rand(1_000_000, dtype=dtype).max().item()
+
+
 def test_a_number_beside_a_tensor():
     """Other forms: tests/lazy/torch_integration/test_generator.py."""
     drawn = run("normal.float_Tensor", 3.0, torch.full((COUNT,), 2.0))[0]
