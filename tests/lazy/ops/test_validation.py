@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +124,58 @@ def test_refused_as_on_the_cpu(device: torch.device, name: str) -> None:
         REFUSED[name](lambda tensor: tensor)
     with pytest.raises(expected.type):
         REFUSED[name](lambda tensor: tensor.to(device))
+
+
+ROW, FIRST = torch.tensor([True, False, True]), torch.tensor([0])
+TOO_LARGE = {torch.float16: 1e10, torch.bfloat16: 1e300, torch.int8: 300, torch.uint8: -300}
+"""dtype -> a number that it does not hold."""
+FILLS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "fill_": lambda x, n, move: x.clone().fill_(n),
+    "full": lambda x, n, move: torch.full((2,), n, dtype=x.dtype, device=x.device),
+    "full_like": lambda x, n, move: torch.full_like(x, n),
+    "new_full": lambda x, n, move: x.new_full((2,), n),
+    "masked_fill": lambda x, n, move: x.masked_fill(move(ROW), n),
+    "masked_fill_": lambda x, n, move: x.clone().masked_fill_(move(ROW), n),
+    "masked_fill, tensor": lambda x, n, move: x.masked_fill(move(ROW), torch.tensor(n)),
+    "index_fill": lambda x, n, move: x.index_fill(0, move(FIRST), n),
+    "index_fill_, tensor": lambda x, n, move: x.clone().index_fill_(0, move(FIRST), torch.tensor(n)),
+    "scatter": lambda x, n, move: x.scatter(0, move(FIRST), n),
+    "pad": lambda x, n, move: F.pad(x, (1, 1), value=n),
+    "clamp": lambda x, n, move: x.clamp(-1, n),
+    "clamp, min=": lambda x, n, move: x.clamp(min=n),
+    "clamp_max_": lambda x, n, move: x.clone().clamp_max_(n),
+    "add, alpha": lambda x, n, move: torch.add(x, x, alpha=n),
+    "sub_, alpha": lambda x, n, move: x.clone().sub_(x, alpha=n),
+    "hardtanh": lambda x, n, move: F.hardtanh(x, -1, n),
+    "threshold": lambda x, n, move: F.threshold(x, 1, n),
+    "fill_diagonal_": lambda x, n, move: x.expand(3, 3).clone().fill_diagonal_(n),
+    "foreach": lambda x, n, move: torch._foreach_clamp_max([x, x], n)[1],
+    # Without a check of torch's: they round or promote.
+    "x[0] =": lambda x, n, move: operator.setitem(x.clone(), 0, n),
+    "fill_, tensor": lambda x, n, move: x.clone().fill_(torch.tensor(float(n))) if x.is_floating_point() else x,
+    "where": lambda x, n, move: torch.where(move(ROW), x, n) if x.is_floating_point() else x,
+    "==": lambda x, n, move: x == n,
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_numbers_that_do_not_fit_are_refused_in_the_words_of_the_cpu(device: torch.device, name: str) -> None:
+    def outcome(dtype: torch.dtype, number: Any, where: Any) -> Any:
+        try:
+            result = FILLS[name](torch.ones(3, dtype=dtype, device=where), number, lambda tensor: tensor.to(where))
+        except (RuntimeError, ValueError) as error:
+            return str(error).splitlines()[0].lower()
+        return None if result is None else str(result.tolist())  # NaN equals NaN
+
+    refused = 0
+    for dtype, number in TOO_LARGE.items():
+        more = ((1j,) if name == "fill_" else ()) + ((math.inf, -math.inf, 1.5e4) if dtype.is_floating_point else ())
+        for value in (number, -1, 5, *more):
+            expected, actual = outcome(dtype, value, "cpu"), outcome(dtype, value, device)
+            if "not implemented" not in str(expected):
+                assert actual == expected, (dtype, value)
+            refused += "without overflow" in str(actual)
+    assert refused >= 3 or name in ("x[0] =", "fill_, tensor", "where", "==")
 
 
 ACCEPTED: dict[str, Callable[[Any], Any]] = {

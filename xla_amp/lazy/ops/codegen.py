@@ -220,6 +220,11 @@ class _Operation:
 
         return emit
 
+    def check_fits(self, number: complex, instruction: Instruction) -> None:
+        """Raises torch's error for a number that the dtype of a result does not hold."""
+        dtypes = {out.dtype for out in instruction.outs if out is not None}
+        argument_rules.check_fits(number, dtypes, elements=1 if self.name == "scalar_tensor" else 2)
+
     def check_out(self, instruction: Instruction, outs: Sequence[torch.Tensor]) -> None:
         """Raises for ``out=`` tensors of a dtype that torch does not store the results in."""
         results = [value_spec.dtype for value_spec in instruction.outs if value_spec is not None]
@@ -246,6 +251,8 @@ class _Operation:
             "_ref": weakref.ref,
             "_create": private_api.create_tensor,
             "_dtype": torch.dtype,
+            "_numbers": (float, int, complex),
+            "_fits": self.check_fits,
             "_default_dtype": torch.get_default_dtype,
             "_read_view": tensor_io.read_view,
             "_operand": tensor_io.operand,
@@ -370,6 +377,8 @@ class _Source:
         self.inputs: list[tuple[str, bool]] = []
         """(variable holding a number or a list of numbers, whether it is a list)"""
         self.lifts: list[str] = []
+        self.checks: list[str] = []
+        self.must_fit = argument_rules.must_fit(operation.operator)
 
     def text(self) -> str:
         operation = self.operation
@@ -378,6 +387,10 @@ class _Source:
                 self.lines.append(f"if {argument.variable} is not None: {_CHECKS[argument.type]}({argument.variable})")
             if argument.kind != "dropped" and not argument.is_out:
                 getattr(self, f"_{argument.kind}")(argument, index)
+            if argument.name in self.must_fit:
+                name, small = argument.variable, argument_rules.SMALL
+                far = f"(type({name}) is complex or not 0 <= {name} < {small})"
+                self.checks.append(f"if type({name}) in _numbers and {far}: _fits({name}, _i)")
         self._instruction()
         self._append()
         self._results()
@@ -471,7 +484,7 @@ class _Source:
         if outs:
             differ = " or ".join(f"{name}.dtype is not _i.outs[{i}].dtype" for i, name in enumerate(outs))
             self.lines.append(f"if {differ}: _operation.check_out(_i, ({', '.join(outs)},))")
-        self.lines += self.lifts
+        self.lines += self.checks + self.lifts
 
     def _append(self) -> None:
         head = "_i.id"

@@ -196,7 +196,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 def _copy_(self: torch.Tensor, src: Any, non_blocking: bool = False) -> torch.Tensor:
     if not isinstance(src, torch.Tensor):  # ``copy_(2.0)``: torch gives kernels in Python the number
         number = src.real if isinstance(src, complex) and not self.is_complex() else src
-        src = aten.full([], number, dtype=self.dtype, device=self.device)
+        src = torch.tensor(number).to(self.dtype)
     if self.device.type != DEVICE_TYPE:
         return self.copy_(_on_host(src))
     with trace.lock:

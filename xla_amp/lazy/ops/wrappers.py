@@ -17,7 +17,7 @@ import torch
 from xla_amp.lazy.graph.trace import Poisoned
 from xla_amp.lazy.ops import dynamic_shape
 from xla_amp.lazy.ops.checks import shape_inference
-from xla_amp.lazy.ops.checks.argument_rules import EACH_CALL, ArgumentRule
+from xla_amp.lazy.ops.checks.argument_rules import EACH_CALL, ArgumentRule, check_fits
 from xla_amp.lazy.ops.checks.meta_results import RANK_REVEALING
 from xla_amp.lazy.ops.codegen import make_kernel
 from xla_amp.lazy.ops.index_checks import CHECKED, check_several
@@ -250,6 +250,16 @@ def _checked_by(rule: ArgumentRule, name: str) -> Wrapper:
     return before(check)
 
 
+def _filling(name: str) -> Wrapper:
+    def check(self: torch.Tensor, *arguments: Any) -> None:
+        """torch reads the value of a 0-d tensor as a number; one on the CPU is known without a wait."""
+        if arguments[-1].device.type == "cpu":
+            check_fits(arguments[-1].item(), (self.dtype,))
+
+    inner: Wrapper = CHECKED.get(name, lambda kernel: kernel)
+    return lambda kernel: before(check)(inner(kernel))
+
+
 def _updating_scale(kernel: Kernel) -> Kernel:
     def update(*args: Any) -> Any:
         result = kernel(*args)
@@ -282,10 +292,12 @@ _OVERWRITING = (
     "_foreach_zero_", "bernoulli_.Tensor", "fill_.Scalar", "fill_.Tensor", "random_", "random_.from", "random_.to",
     "zero_",
 )  # fmt: skip
+_FILLING = "index_fill.int_Tensor", "index_fill_.int_Tensor", "masked_fill.Tensor", "masked_fill_.Tensor"
 WRAPPERS: dict[str, Wrapper] = {
     **CHECKED,
     **{name: _checked_by(rule, name) for rule in EACH_CALL for name in rule.operations.split()},
     **dict.fromkeys(_OVERWRITING, before(_overwrite)),
+    **{name: _filling(name) for name in _FILLING},
     **dict.fromkeys(("_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"), _move_indices),
     "_amp_foreach_non_finite_check_and_unscale_": before(lambda *_: step_marker.unscales()),
     "_amp_update_scale_": _updating_scale,

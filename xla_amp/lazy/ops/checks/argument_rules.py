@@ -7,7 +7,8 @@ class that torch's CPU kernel raises; tests/lazy/op_db/test_wrong_calls.py compa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -369,6 +370,43 @@ EACH_CALL = (
 )
 """Rules for numbers that follow the tensor and that are inputs of the program, so they are checked in each call."""
 
+_MUST_FIT: Mapping[str, str] = {
+    "_foreach_add.List": "alpha",
+    "_foreach_clamp_max.Scalar": "scalar",
+    "_foreach_clamp_min.Scalar": "scalar",
+    "_foreach_maximum.Scalar": "scalar",
+    "_foreach_minimum.Scalar": "scalar",
+    "_foreach_pow.Scalar": "exponent",
+    "_foreach_sub.List": "alpha",
+    "add": "alpha",
+    "addr": "alpha beta",
+    "clamp": "min max",
+    "clamp_max": "max",
+    "clamp_min": "min",
+    "constant_pad_nd": "value",
+    "fill": "value",
+    "fill_diagonal": "fill_value",
+    "full": "fill_value",
+    "full_like": "fill_value",
+    "hardshrink": "lambd",
+    "hardtanh": "min_val max_val",
+    "index_fill": "value",
+    "masked_fill": "value",
+    "new_full": "fill_value",
+    "pow.Scalar": "exponent",
+    "pow.Tensor_Scalar": "exponent",
+    "rsub": "alpha",
+    "scalar_tensor": "s",
+    "scatter": "value",
+    "sub": "alpha",
+    "threshold": "threshold value",
+}
+"""Operation -> numbers that torch's kernels convert to the dtype of the result, and refuse if it does not hold them.
+
+Other operations convert to float32 for halves (`addcmul`), or round to infinity (`mul`, `where`)."""
+SMALL = 128
+"""Each dtype holds the numbers from 0 to here, and signed ones their negatives."""
+
 _EXACT_OUT = (
     "addbmm addmm addmv amax amin aminmax baddbmm bmm complex gather index_select kthvalue masked_select max min mm "
     "mode multinomial nonzero sort take topk where"
@@ -412,6 +450,25 @@ def check(operator: Any, arguments: Mapping[str, Any]) -> None:
             names = rule.arguments.split()
             if all(name in scope for name in names):
                 rule.check(name, [scope[name] for name in names])
+
+
+def must_fit(operator: Any) -> frozenset[str]:
+    """The number arguments of `operator` that the dtype of its result must hold."""
+    name = operator._schema.name.removeprefix("aten::").removesuffix("_")
+    numbers = _MUST_FIT.get(f"{name}.{operator._schema.overload_name}") or _MUST_FIT.get(name, "")
+    return frozenset(numbers.split())
+
+
+def check_fits(number: complex, dtypes: Iterable[torch.dtype], *, elements: int = 2) -> None:
+    """Raises torch's error for a number that one of `dtypes` does not hold; torch rounds halves of one element.
+
+    Raises:
+        RuntimeError: "value cannot be converted to type ... without overflow".
+    """
+    for dtype in dtypes:
+        small = type(number) is not complex and abs(number) < SMALL and dtype.is_signed
+        if not small and not (dtype.is_floating_point and number in (math.inf, -math.inf)):
+            torch.empty(elements, dtype=dtype, device="cpu").fill_(number)
 
 
 def check_out(operation: str, results: Sequence[torch.dtype], outs: Sequence[torch.dtype]) -> None:
