@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import re
 
@@ -13,6 +12,7 @@ import pytest
 
 from xla_amp.errors import PolicyError
 from xla_amp.jax.loss_scale import LossScale, all_finite, reduce_gradients, select, value_and_grad
+from xla_amp.jax.optax_wrapper import SkipNonfiniteState
 
 SETTINGS = {
     "init_scale": 64.0,
@@ -25,11 +25,12 @@ SETTINGS = {
 
 
 def fields(loss_scale: LossScale) -> dict[str, float]:
-    return {field.name: np.asarray(getattr(loss_scale, field.name)).item() for field in dataclasses.fields(loss_scale)}
+    return {name: np.asarray(value).item() for name, value in loss_scale._asdict().items()}
 
 
 def assert_same(one: LossScale, other: LossScale) -> None:
     assert fields(one) == fields(other)
+    assert isinstance(one, LossScale)
     assert [x.dtype for x in jax.tree.leaves(one)] == [x.dtype for x in jax.tree.leaves(other)]
 
 
@@ -45,8 +46,11 @@ def through_orbax(loss_scale: LossScale, folder) -> LossScale:
 def through_flax(loss_scale: LossScale, _) -> LossScale:
     from flax import serialization
 
-    data = serialization.to_bytes(loss_scale.state_dict())
-    return LossScale.from_state_dict(serialization.from_bytes(LossScale.static().state_dict(), data))
+    state = {"optimizer": (SkipNonfiniteState((), *jnp.zeros((3,), jnp.int32), loss_scale),)}
+    other = jax.tree.map(lambda leaf: leaf + 1, state)
+    assert serialization.to_state_dict(state)["optimizer"]["0"]["loss_scale"].keys() == fields(loss_scale).keys()
+    data = serialization.to_bytes(state)
+    return serialization.from_bytes(other, data)["optimizer"][0].loss_scale
 
 
 JOURNEYS = {
@@ -55,6 +59,7 @@ JOURNEYS = {
     "pickle": lambda s, _: pickle.loads(pickle.dumps(s)),
     "orbax": through_orbax,
     "flax": through_flax,
+    "state dict": lambda s, _: LossScale.from_state_dict(s.state_dict()),
 }
 
 
@@ -231,6 +236,7 @@ def test_arguments_auxiliary_values_and_leaves_without_gradient():
         ),
         (lambda: value_and_grad(quadratic, argnums="w"), "argnums='w'.*expected the position of an argument"),
         (lambda: value_and_grad(quadratic, argnums=2)(LossScale.static(), 1.0, 2.0), "called with 2 positional"),
+        (lambda: value_and_grad(quadratic, argnums=(0, -2))(LossScale.static(), 1.0, 2.0), "each argument once"),
     ],
 )
 def test_misuse_is_named(call, words):

@@ -8,10 +8,9 @@ as in the PyTorch scaler.
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, Final, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,10 @@ import numpy as np
 from xla_amp.common import arguments
 from xla_amp.common import loss_scaling as formula
 from xla_amp.errors import PolicyError
-from xla_amp.jax import compat
+from xla_amp.jax import compat, modules
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 _Tree = TypeVar("_Tree")
 _T = TypeVar("_T")
@@ -31,13 +33,11 @@ LARGEST: Final = 2.0**126
 """Bounds of the scale: its inverse must be a normal float32, since XLA flushes subnormal numbers to zero."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LossScale:
+class LossScale(NamedTuple):
     """A loss scale, its settings and counters; construct it with `dynamic` or `static`.
 
     Every field is a 0-d array (float32 or int32) and a leaf: checkpoints restore the settings, and changing a setting
-    does not recompile.
+    does not recompile.  A named tuple is what JAX, orbax, pickle and flax's msgpack know how to store.
 
     Example:
         >>> loss_scale = LossScale.dynamic(2.0**15)
@@ -162,8 +162,7 @@ class LossScale:
             multiply=jnp.multiply,  # a product of two float32 is exact in float64: this rounding is torch's
         )
         skipped = (~finite).astype(jnp.int32)
-        return dataclasses.replace(
-            self,
+        return self._replace(
             value=jnp.clip(value, self.min_scale, self.max_scale),
             growth_tracker=tracker,
             skipped=self.skipped + skipped,
@@ -171,8 +170,8 @@ class LossScale:
         )
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
-        """The fields by name as NumPy arrays, for formats without dataclasses, such as flax's msgpack."""
-        return {field.name: np.asarray(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        """The fields by name as NumPy arrays, for formats that store no tuples."""
+        return {name: np.asarray(value) for name, value in self._asdict().items()}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> LossScale:
@@ -205,7 +204,7 @@ class ScaledGradients(NamedTuple, Generic[_T]):
 
 def value_and_grad(
     fn: Callable[_P, _T],
-    argnums: int | Sequence[int] = 0,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
     *,
     axis_name: Any = None,
@@ -215,12 +214,14 @@ def value_and_grad(
 
     The gradients are divided in float32 by the scale that the loss was multiplied by; then the scale is updated.  The
     floating-point leaves of the chosen arguments are differentiated; other leaves (integers, keys, functions in an
-    Equinox module) have the gradient None.
+    Equinox module) have the gradient None.  Of a module of `flax.nnx` the parameters are differentiated, as by
+    ``nnx.value_and_grad``; what `fn` changes of modules among its arguments comes back.
 
     Args:
         fn: function of pytrees that returns a scalar loss, or ``(loss, aux)``.  A float32 loss is best: the backward
             pass of a float16 one begins with the scale in float16, where more than 65504 is an overflow.
-        argnums: which positional arguments to differentiate, counted without the loss scale.
+        argnums: which positional arguments to differentiate, counted without the loss scale.  With
+            ``nnx.DiffState(0, filter)`` it is other variables of a module than its ``nnx.Param``.
         has_aux: whether `fn` returns ``(loss, aux)``.
         axis_name: axes of `jax.pmap` or `jax.shard_map` over which the finite flag is reduced: one device's
             overflow counts on all.  Gradients are not averaged.
@@ -241,8 +242,9 @@ def value_and_grad(
         (dtype('float16'), dtype('float32'), True)
     """
     arguments.require_function("value_and_grad(fn)", fn, "a function that returns a loss")
-    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if not all(isinstance(number, int) for number in chosen):
+    one = isinstance(argnums, int) or modules.is_diff_state(argnums)
+    chosen = (argnums,) if one else tuple(argnums)
+    if not all(isinstance(number, int) or modules.is_diff_state(number) for number in chosen):
         raise TypeError(
             f"value_and_grad(argnums={argnums!r}): expected the position of an argument of fn, or several, such as 0 "
             "or (0, 1); fn's arguments are not chosen by name"
@@ -254,16 +256,23 @@ def value_and_grad(
                 "value_and_grad(fn) takes the loss scale first: expected xla_amp.jax.LossScale, "
                 f"got {type(loss_scale).__name__}; write step(loss_scale, params, ...)"
             )
-        if any(not -len(args) <= number < len(args) for number in chosen):
+        filters = {getattr(number, "argnum", number): getattr(number, "filter", None) for number in chosen}
+        if any(not -len(args) <= number < len(args) for number in filters):
             raise TypeError(f"value_and_grad(argnums={argnums}): fn was called with {len(args)} positional arguments")
-        leaves, tree = jax.tree.flatten(tuple(args[number] for number in chosen))
+        positions = {number % len(args): variables for number, variables in filters.items()}
+        if len(positions) < len(chosen):
+            raise TypeError(f"value_and_grad(argnums={argnums}): expected each argument once")
+        with modules.lifted_call(fn, args, kwargs) as lifted:
+            return differentiated(loss_scale, lifted, positions)
 
-        def scaled_loss(floats: list[Any]) -> tuple[Any, _T]:
-            filled = [old if new is None else new for new, old in zip(floats, leaves, strict=True)]
-            arguments: list[Any] = list(args)
-            for number, argument in zip(chosen, jax.tree.unflatten(tree, filled), strict=True):
-                arguments[number] = argument
-            result = fn(*arguments, **kwargs)
+    def differentiated(loss_scale: LossScale, lifted: modules.Lifted, positions: dict[int, Any]) -> ScaledGradients[_T]:
+        parts, filled = modules.differentiated(lifted, positions)
+        leaves, tree = jax.tree.flatten(parts)
+
+        def scaled_loss(floats: list[Any]) -> tuple[Any, Any]:
+            new = [old if new is None else new for new, old in zip(floats, leaves, strict=True)]
+            lifted_result = lifted.function(*filled(jax.tree.unflatten(tree, new)), **lifted.kwargs)
+            result = lifted.result(lifted_result)
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
                 raise TypeError(
                     "value_and_grad(fn, has_aux=True): expected fn to return (loss, aux), got "
@@ -272,15 +281,16 @@ def value_and_grad(
             loss: Any = result[0] if has_aux else result  # type: ignore[index]  # a pair where has_aux is set
             if not is_inexact(loss) or jnp.shape(loss) != () or jnp.iscomplexobj(loss):
                 raise TypeError(f"value_and_grad(fn): expected fn to return a real scalar loss, got {_shown(loss)}")
-            return loss_scale.scale(loss), result
+            return loss_scale.scale(loss), lifted_result
 
         floats = [jnp.asarray(leaf) if is_inexact(leaf) else None for leaf in leaves]
         scaled, value = jax.grad(scaled_loss, has_aux=True)(floats)
         unscaled = loss_scale.unscale(scaled, keep_dtype=keep_dtype)
         finite = all_finite(unscaled, axis_name=axis_name)
-        gradients = jax.tree.unflatten(tree, unscaled)
-        gradients = gradients[0] if isinstance(argnums, int) else gradients
-        return ScaledGradients(value, gradients, finite, loss_scale.update(finite))
+        gradients = tuple(jax.tree.unflatten(tree, unscaled))
+        return ScaledGradients(
+            lifted.finish(value), gradients[0] if one else gradients, finite, loss_scale.update(finite)
+        )
 
     return scaled_value_and_grad  # type: ignore[return-value]  # also by keyword
 

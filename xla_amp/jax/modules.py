@@ -8,7 +8,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -27,8 +27,12 @@ class Lifted(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    finish: Callable[[Any], Any]
+    finish: Callable[[Any], Any] = lambda result: result
     """Takes the result of `function`, updates the objects and returns what the call returns."""
+    result: Callable[[Any], Any] = lambda result: result
+    """Takes the result of `function` and returns that of the call, with places in place of objects."""
+    arguments: tuple[Any, ...] | None = None
+    """For each positional argument, in its structure, the numbers of its leaves; None for a call without objects."""
 
 
 @contextlib.contextmanager
@@ -40,7 +44,7 @@ def functionalized(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
     """
     scopes = _linen_scopes(function)
     before = [_leaves(scope) for scope in scopes]
-    with _functionalized(function, args, kwargs) as lifted:
+    with lifted_call(function, args, kwargs) as lifted:
         yield lifted
     for scope, known in zip(scopes, before, strict=True):
         written = [path for path, value in _leaves(scope).items() if value is not known.get(path)]
@@ -69,14 +73,22 @@ def _leaves(scope: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _functionalized(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
-    nnx, plain = sys.modules.get("flax.nnx"), Lifted(function, args, kwargs, lambda result: result)
+def lifted_call(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
+    """As `functionalized`, also where a Linen module of the closure is written to.
+
+    What has not changed is not written: variables may belong to another trace, which raises.
+    """
+    nnx = sys.modules.get("flax.nnx")
     if nnx is None:
-        yield plain
+        yield Lifted(function, args, kwargs)
         return
 
     def is_object(node: Any) -> bool:
         return isinstance(node, nnx.Pytree | nnx.Variable)
+
+    def held(node: Any) -> tuple[Any, list[Any]]:
+        graph, state = nnx.split(node)
+        return graph, jax.tree.leaves(state)
 
     called, rebuild = _opened(function, is_object)
     leaves, tree = jax.tree.flatten((called, args, kwargs), is_leaf=is_object)
@@ -84,42 +96,63 @@ def _functionalized(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
     others = [None if is_object(leaf) else leaf for leaf in leaves]
     tag = object()
 
-    def pure(arrays: Any, others: list[Any]) -> tuple[Any, Any, Any, bool]:
+    def pure(arrays: Any, others: list[Any]) -> tuple[Any, Any, Any, Any]:
         with nnx.merge_context(tag, True) as context:
             merged = context.merge(graph, arrays)
-        before = nnx.graphdef(merged)
+        before = {index: held(node) for index, node in merged.items()}
         filled = [merged.get(str(index), other) for index, other in enumerate(others)]
         called, positional, named = jax.tree.unflatten(tree, filled)
         outs, out_tree = jax.tree.flatten(rebuild(called)(*positional, **named), is_leaf=is_object)
-        made = {str(index): out for index, out in enumerate(outs) if is_object(out)}
-        same = not made and before == nnx.graphdef(merged)
+        written = {index: node for index, node in merged.items() if not _same(before[index], held(node))}
+        kept = {
+            id(node): _Place(index, path)
+            for index in merged.keys() - written.keys()
+            for path, node in nnx.iter_graph(merged[index])
+            if is_object(node)
+        }
+        made = {str(index): out for index, out in enumerate(outs) if is_object(out) and id(out) not in kept}
+        parts = [kept[id(node)] for _, node in nnx.iter_graph(made) if id(node) in kept]
+        written |= {place.index: merged[place.index] for place in parts}
         with nnx.split_context(tag) as context:
-            after, state = context.split((merged, made))
-        rest = jax.tree.unflatten(out_tree, [_Place() if is_object(out) else out for out in outs])
-        return rest, after, state, same
+            after, state = context.split((written, made))
+        places = [kept.get(id(out), _Place(str(at))) if is_object(out) else out for at, out in enumerate(outs)]
+        return jax.tree.unflatten(out_tree, places), after, state, [_Place(index) for index in written]
 
-    def finish(result: tuple[Any, Any, Any, bool]) -> Any:
-        rest, after, state, same = result
-        if same and all(new is old for new, old in zip(*map(jax.tree.leaves, (state, arrays)), strict=True)):
-            return rest  # a module of a closure may belong to another trace: it cannot be written to
-        nnx.update(objects, nnx.state(objects))  # raises for such a module; merging would leave it empty
+    def finish(result: tuple[Any, Any, Any, Any]) -> Any:
+        rest, after, state, places = result
+        written = {place.index: objects[place.index] for place in places}
+        nnx.update(written, nnx.state(written))  # raises for one of another trace; merging would leave it empty
         with nnx.merge_context(tag, False) as context:
             _, made = context.merge(after, state)
-        outs, out_tree = jax.tree.flatten(rest, is_leaf=lambda node: isinstance(node, _Place))
-        return jax.tree.unflatten(out_tree, [made.get(str(index), out) for index, out in enumerate(outs)])
+
+        def found(place: Any) -> Any:
+            if not isinstance(place, _Place):
+                return place
+            return made[place.index] if place.path is None else dict(nnx.iter_graph(objects[place.index]))[place.path]
+
+        return jax.tree.map(found, rest, is_leaf=lambda node: isinstance(node, _Place))
 
     with nnx.update_context(tag):
         with nnx.split_context(tag) as context:
             graph, arrays = context.split(objects)
+        numbers = jax.tree.unflatten(tree, range(len(leaves)))[1]
         try:
-            yield Lifted(pure, (arrays, others), {}, finish) if objects else plain
+            if objects:
+                yield Lifted(pure, (arrays, others), {}, finish, lambda result: result[0], numbers)
+            else:
+                yield Lifted(function, args, kwargs)
         except sys.modules["flax.errors"].TraceContextError as error:
             error.add_note(_ARGUMENT)
             raise
 
 
+def _same(one: tuple[Any, list[Any]], other: tuple[Any, list[Any]]) -> bool:
+    """Whether graphs of objects are equal and hold the very same arrays."""
+    return one[0] == other[0] and all(new is old for new, old in zip(one[1], other[1], strict=True))
+
+
 _ARGUMENT: Final = (
-    "xla_amp.jax.autocast traces the function: what it changes of a module comes back where the module is an argument, "
+    "xla_amp.jax traces the function: what it changes of a module comes back where the module is an argument, "
     "or what is called. Write autocast(lambda model, x: ...)(model, x), or autocast(model)(x)"
 )
 
@@ -127,7 +160,53 @@ _ARGUMENT: Final = (
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a result has an object."""
+    """Where a result has an object: one that the function has made, or that at a path of an object it was given."""
+
+    index: str
+    path: tuple[Any, ...] | None = None
+
+
+def is_diff_state(value: Any) -> bool:
+    """Whether `value` is an ``nnx.DiffState``: an argument with a filter of its variables."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.DiffState)
+
+
+def differentiated(lifted: Lifted, chosen: Mapping[int, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """What is differentiated of some positional arguments, and a function that makes arguments for `Lifted.function`.
+
+    `chosen` has filters of variables by position, None for ``nnx.Param``.  Of a module it is the variables that the
+    filter names, as in ``nnx.grad``; variables that are no part of a module are differentiated as they are.
+    """
+    if lifted.arguments is None:
+        return [lifted.args[position] for position in chosen], lambda new: [
+            dict(zip(chosen, new, strict=True)).get(position, old) for position, old in enumerate(lifted.args)
+        ]
+    nnx = sys.modules["flax.nnx"]
+    arrays, others = lifted.args
+    numbers = [lifted.arguments[position] for position in chosen]
+
+    def part(variables: Any, number: int) -> Any:
+        if others[number] is not None:
+            return others[number]
+        state = arrays.get(str(number), nnx.State({}))
+        return nnx.filter_state(state, variables or nnx.Param) if isinstance(state, nnx.State) else state
+
+    def filled(new: list[Any]) -> tuple[Any, list[Any]]:
+        states, leaves = dict(arrays), list(others)
+        for places, values in zip(numbers, new, strict=True):
+            indices, tree = jax.tree.flatten(places)
+            for index, value in zip(indices, tree.flatten_up_to(values), strict=True):
+                if others[index] is not None:
+                    leaves[index] = value
+                elif isinstance(value, nnx.State):
+                    states[str(index)] = nnx.merge_state(arrays.get(str(index), nnx.State({})), value)
+                else:
+                    states[str(index)] = value
+        return nnx.State(states), leaves
+
+    filters = [functools.partial(part, variables) for variables in chosen.values()]
+    return list(map(jax.tree.map, filters, numbers)), filled
 
 
 def _opened(function: Any, is_object: Callable[[Any], bool]) -> tuple[Any, Callable[[Any], Callable[..., Any]]]:
@@ -145,7 +224,8 @@ def _opened(function: Any, is_object: Callable[[Any], bool]) -> tuple[Any, Calla
         return parts, lambda called: functools.partial(rebuild(called[0]), *called[1], **called[2])
     if hasattr(function, "region") and hasattr(function, "__wrapped__"):
         inner, rebuild = _opened(function.__wrapped__, is_object)
-        return inner, lambda called: function.region(rebuild(called))
+        if inner is not None:
+            return inner, lambda called: function.region(rebuild(called))
     return None, lambda called: function
 
 
