@@ -7,9 +7,12 @@ import os
 import pickle
 import subprocess
 import sys
+import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import forked
 import pytest
@@ -324,10 +327,12 @@ def test_an_overflow_is_skipped_and_the_scale_is_in_the_logs(tmp_path: Path) -> 
 
 
 class Counted(Trainer):
-    """Counts the calls of Python."""
+    """Counts the calls of Python, in an object that no capture compares."""
+
+    calls: Mock
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        self.args.calls.append(1)
+        self.calls()
         return super().compute_loss(*args, **kwargs)
 
 
@@ -339,12 +344,12 @@ def test_captured_steps_are_the_recorded_ones(options: dict[str, Any], tmp_path:
     for capture in (False, True):
         ours.enable(capture=capture)
         made = trainer(net(0.1), tmp_path, rows, Counted, **options)
-        made.args.calls = []
+        made.calls = Mock()
         made.train()
         runs.append(made)
     recorded, captured = runs
-    assert len(recorded.args.calls) == 24
-    assert len(captured.args.calls) < 9  # twice each, and one is compared after eight
+    assert recorded.calls.call_count == 24
+    assert captured.calls.call_count < 9  # twice each, and one is compared after eight
     for name in ("loss", "grad_norm", "learning_rate", "loss_scale"):
         assert repr(logged(captured, name)) == repr(logged(recorded, name))
     assert len(set(logged(captured, "loss_scale"))) == (4 if "fp16" in options else 0)
@@ -365,14 +370,66 @@ def test_a_captured_text_model_does_not_read_its_mask(tmp_path: Path) -> None:
         ours.enable(capture=capture)
         torch.manual_seed(0)
         made = trainer(transformers.GPT2LMHeadModel(config), tmp_path, rows, Counted, num_train_epochs=1)
-        made.args.calls = []
+        made.calls = Mock()
         made.train()
         kept.append(made)
     recorded, captured = kept
-    assert len(captured.args.calls) < 5 < len(recorded.args.calls)
+    assert captured.calls.call_count < 5 < recorded.calls.call_count
     assert difference(logged(captured), logged(recorded)) < 1e-5
     assert transformers.masking_utils.is_tracing.__module__.startswith("transformers")
     assert not hasattr(transformers.masking_utils.is_tracing, "__wrapped__")
+
+
+class Weighted(Counted):
+    """A loss with a weight that changes while it trains."""
+
+    def weight(self) -> float:
+        raise NotImplementedError
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) * self.weight()
+
+
+class Anneals(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        args.delta = model.config.beta = self.trainer.beta = 10.0 if state.global_step >= 15 else 1.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("weight", "calls", "name"),
+    [
+        (lambda self: 10.0 if self.state.global_step >= 15 else 1.0, 24, "self.state.global_step changed"),
+        pytest.param(
+            lambda self: 10.0 if self.state.epoch >= 1.5 else 1.0,
+            24,
+            "self.state.epoch changed",
+            marks=pytest.mark.full,
+        ),
+        (lambda self: self.beta, 6, None),
+        pytest.param(lambda self: self.args.delta, 6, None, marks=pytest.mark.full),
+        (lambda self: self.model.config.beta, 6, None),
+    ],
+    ids=["global_step", "epoch", "set by a callback", "of args", "of the configuration"],
+)
+def test_what_a_captured_loss_names_of_its_trainer_is_compared(
+    weight: Any, calls: int, name: Any, tmp_path: Path
+) -> None:
+    kind, kept = type("Kind", (Weighted,), {"weight": weight}), []
+    for capture in (False, True):
+        ours.enable(capture=capture)
+        model, anneals = net(), Anneals()
+        model.config = types.SimpleNamespace()
+        made = trainer(model, tmp_path, kind=kind, bf16=True, callbacks=[anneals])
+        made.calls, anneals.trainer = Mock(), made  # type: ignore[attr-defined]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            made.train()
+        kept.append((logged(made), logged(made, "grad_norm")))
+    assert kept[0] == kept[1]
+    assert max(kept[1][0][15:]) > 5 * max(kept[1][0][:12])
+    assert made.calls.call_count <= calls + 1  # one is compared
+    reasons = [str(each.message) for each in said if "cannot be replayed" in str(each.message)]
+    assert [name in each for each in reasons] == [True] * (calls == 24)
 
 
 class Looks(TrainerCallback):

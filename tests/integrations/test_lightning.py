@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -204,13 +206,15 @@ def test_what_is_not_supported_is_refused(options: dict[str, Any], error: type[E
         lightning.Fabric(accelerator="xla_amp", **options)
 
 
-class Captured(Net):
-    """Counts the calls of Python; its optimizer gives the learning rate to the program."""
+CALLS = Mock()
+"""Counts the calls of Python, in an object that no capture compares."""
 
-    calls: ClassVar[list[int]] = []
+
+class Captured(Net):
+    """Counts its steps; its optimizer gives the learning rate to the program."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.calls.append(1)
+        CALLS()
         loss = F.cross_entropy(self.body(batch[0]), batch[1])
         self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
         return loss
@@ -242,19 +246,85 @@ def test_captured_steps_are_the_recorded_ones(options: dict[str, Any]) -> None:
     for capture in (False, True):
         torch.manual_seed(0)
         model, seen = Captured(0.1), Seen()
-        Captured.calls.clear()
+        CALLS.reset_mock()
         strategy = ours.XLAStrategy(capture=capture)
         quiet = {"callbacks": [seen], "enable_checkpointing": False, "gradient_clip_val": 1.0, "max_epochs": 3}
         fit = trainer(strategy=strategy, **quiet, **options)
         fit.fit(model, rows, loader(3))
         weights = [each.detach().cpu() for each in model.parameters()]
-        kept.append((repr(seen.found), fit.fit_loop.state_dict(), weights, len(Captured.calls)))
+        kept.append((repr(seen.found), fit.fit_loop.state_dict(), weights, CALLS.call_count))
     recorded, captured = kept
     assert recorded[:2] == captured[:2]
     assert seen.found[-1][2] == (8192.0 if options["precision"] == "16-mixed" else None)  # one is skipped in each epoch
     assert all(torch.equal(one, other) for one, other in zip(recorded[2], captured[2], strict=True))
     assert recorded[3] == 24
     assert captured[3] < 9  # twice each, and one is compared after eight
+
+
+def begins_late(step: int) -> float:
+    return 2.0 if step >= 15 else 1.0
+
+
+class Weighted(Captured):
+    """A loss with weights that change while it trains."""
+
+    beta = 1.0
+
+    @property
+    def annealed(self) -> float:
+        return min(1.0, 0.2 * (1 + self.current_epoch))
+
+    def kl(self) -> float:
+        return 0.5 if self.trainer.current_epoch < 3 else 1.5
+
+    def weight(self) -> float:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * self.weight()
+
+
+class Anneals(lightning.Callback):
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        module.beta = trainer.gamma = 2.0 if trainer.current_epoch >= 4 else 1.0
+
+
+@pytest.mark.parametrize(
+    ("weight", "calls"),
+    [
+        (lambda self: 0.1 * (1 + self.current_epoch), 21),  # the first, and two in each epoch
+        pytest.param(lambda self: self.annealed, 12, marks=pytest.mark.full),  # one is compared
+        pytest.param(lambda self: self.kl(), 21, marks=pytest.mark.full),
+        pytest.param(lambda self: self.beta, 7, marks=pytest.mark.full),
+        (lambda self: self.trainer.gamma, 7),
+        (lambda self: begins_late(self.global_step), 80),
+        pytest.param(lambda self: 2.0 if self.trainer.global_step >= 15 else 1.0, 80, marks=pytest.mark.full),
+    ],
+    ids=[
+        "current_epoch",
+        "a property",
+        "a method",
+        "set by a callback",
+        "set on the trainer",
+        "a function",
+        "global_step",
+    ],
+)
+def test_what_a_captured_training_step_names_of_its_module_is_compared(weight: Any, calls: int) -> None:
+    kind, kept = type("Kind", (Weighted,), {"weight": weight}), []
+    for capture in (False, True):
+        torch.manual_seed(0)
+        CALLS.reset_mock()
+        seen = Seen()
+        quiet = {"callbacks": [seen, Anneals()], "enable_checkpointing": False, "max_epochs": 10}
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            trainer(strategy=ours.XLAStrategy(capture=capture), precision="bf16-mixed", **quiet).fit(kind(), loader())
+        kept.append(seen.found)
+    assert kept[0] == kept[1]
+    assert CALLS.call_count <= calls
+    reasons = [str(each.message) for each in said if "cannot be replayed" in str(each.message)]
+    assert ["global_step changed" in each for each in reasons] == [True] * (calls == 80)
 
 
 class Reads(Captured):
@@ -288,10 +358,10 @@ class Looks(lightning.Callback):
 def test_what_prevents_a_capture_is_named(kind: Any, callbacks: list[Any], reason: str) -> None:
     torch.manual_seed(0)
     quiet = {"callbacks": callbacks, "enable_checkpointing": False, "precision": "bf16-mixed"}
-    Captured.calls.clear()
+    CALLS.reset_mock()
     with pytest.warns(xla_amp.errors.XlaAmpWarning, match=reason):
         trainer(strategy=ours.XLAStrategy(capture=True), **quiet).fit(kind(), loader())
-    assert len(Captured.calls) == 16
+    assert CALLS.call_count == 16
 
 
 def test_auto_selects_the_device_that_is_in_use() -> None:

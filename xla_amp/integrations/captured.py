@@ -1,12 +1,15 @@
-"""What the captured steps of Lightning and of transformers' Trainer share: what prevents the capture of a step."""
+"""What the captured steps of Lightning and of transformers' Trainer share: what they read, what prevents a capture."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+import types
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from xla_amp.backends import base
 from xla_amp.common import events
+from xla_amp.lazy.capture.values import FUNCTIONS, bound
 
 
 def obstacle(callbacks: Iterable[Any], root: type, hooks: Iterable[str]) -> str | None:
@@ -31,3 +34,29 @@ def report(reason: str) -> None:
     events.warn(
         f"capture=True: the training step cannot be replayed: {reason}. Each call is recorded: correct, but slower"
     )
+
+
+def code(owner: Any, root: type, names: Iterable[str]) -> list[Any]:
+    """What users wrote of a step's code: methods of an object, and methods of it and functions of their file in them.
+
+    Args:
+        owner: the object.
+        root: the class of the framework, whose own methods are left out.
+        names: of the methods that the framework calls.
+    """
+    found = [each for name in names for each in _methods(owner, root, name)]
+    for function in found:  # which grows
+        values, named = bound(function)
+        file = [each for each, *_ in values if isinstance(each, FUNCTIONS) and each.__module__ == function.__module__]
+        methods = [each for name in named for each in _methods(owner, root, name)]
+        found += [each for each in dict.fromkeys((*file, *methods)) if each not in found]
+    return found
+
+
+def _methods(owner: Any, root: type, name: str) -> Iterator[Any]:
+    """What an object and its classes, but not `root`, have by a name, if it is a function."""
+    for space in (vars(owner), *(vars(each) for each in type(owner).__mro__ if each not in root.__mro__)):
+        value = space.get(name)
+        function = inspect.unwrap(getattr(value, "__func__", value))  # also of a static or class method
+        if isinstance(function, types.FunctionType) and getattr(value, "__self__", owner) is owner:
+            yield types.MethodType(function, owner)

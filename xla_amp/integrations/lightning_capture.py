@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -20,6 +21,11 @@ from xla_amp.integrations import captured
 from xla_amp.lazy.capture.compiled_step import compile
 
 _HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+_METHODS = (
+    *("training_step", "forward", "backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"),
+    *_HOOKS,
+)
+"""What Lightning calls of a module in a step."""
 
 
 class CapturedOptimization(_AutomaticOptimization):
@@ -40,20 +46,17 @@ class CapturedOptimization(_AutomaticOptimization):
             self._begin(optimizer)
         if self._reason is not None:
             return super().run(optimizer, batch_idx, kwargs)
-        module: Any = self.trainer.lightning_module
-        first, last = (
-            batch_idx % self.trainer.accumulate_grad_batches == 0,
-            not self.trainer.fit_loop._should_accumulate(),
-        )
+        trainer: Any = self.trainer
+        module, parts = trainer.lightning_module, trainer.accumulate_grad_batches
+        first, last = batch_idx % parts == 0 and not self._skip_backward, not trainer.fit_loop._should_accumulate()
         step = self._step if last else self._part
         self._given = types.SimpleNamespace(
             optimizer=optimizer, index=_Index(batch_idx, self._prevent), batch_idx=batch_idx, kwargs=kwargs
         )
-        replays = step.replays
-        result, logged = step(kwargs["batch"], first)
+        clips = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        result, logged = step(kwargs["batch"], first, self._skip_backward, parts, clips)
         self._given = None
-        if step.replays > replays:
-            self._count(first, last)
+        self._count(first, last)
         for hook, name, value, options in logged:
             module._current_fx_name = hook
             module.log(name, value, **options)
@@ -69,7 +72,7 @@ class CapturedOptimization(_AutomaticOptimization):
         if reason is not None:
             self._prevent(reason)
             return
-        state = [module, *filter(None, [scaler])]
+        state = [module, *filter(None, [scaler]), *captured.code(module, LightningModule, _METHODS)]
         self._part = compile(self._call, state=state)
         self._step = compile(self._call_and_update, state=[*state, optimizer])
 
@@ -79,9 +82,9 @@ class CapturedOptimization(_AutomaticOptimization):
             self._reason = reason
             captured.report(reason)
 
-    def _call(self, batch: Any, first: bool) -> Any:
-        """Lightning's step of a batch, the `first` of a group or not; what it returns, and what it logs."""
-        given = self._given
+    def _call(self, batch: Any, *settings: Any) -> Any:
+        """Lightning's step of a batch; what it returns, and what it logs.  It is counted afterwards."""
+        given, counts = self._given, self.optim_progress.optimizer.state_dict()
         module: Any = self.trainer.lightning_module
         logged: list[tuple[str, str, Any, dict[str, Any]]] = []
         module.log = functools.partial(self._log, module, logged)
@@ -91,11 +94,12 @@ class CapturedOptimization(_AutomaticOptimization):
             result = super().run(given.optimizer, given.batch_idx, kwargs)
         finally:
             del module.log
+            self.optim_progress.optimizer.load_state_dict(counts)
         return result, logged
 
-    def _call_and_update(self, batch: Any, first: bool) -> Any:
+    def _call_and_update(self, batch: Any, *settings: Any) -> Any:
         """The same, with the optimizer's step."""
-        return self._call(batch, first)
+        return self._call(batch, *settings)
 
     def _log(self, module: Any, logged: list[Any], name: str, value: Any, *args: Any, **options: Any) -> None:
         if not isinstance(value, torch.Tensor):
@@ -107,7 +111,7 @@ class CapturedOptimization(_AutomaticOptimization):
         logged.append((module._current_fx_name, name, value, {**dict(zip(names, args, strict=False)), **options}))
 
     def _count(self, first: bool, last: bool) -> None:
-        """What Lightning counts in a step, after one that was replayed."""
+        """What Lightning counts in a step."""
         progress = self.optim_progress.optimizer
         if first:
             progress.zero_grad.increment_ready()

@@ -19,6 +19,8 @@ from xla_amp.integrations import captured
 from xla_amp.lazy.capture.compiled_step import compile
 
 _HOOKS = ("on_pre_optimizer_step", "on_optimizer_step")
+_METHODS = ("training_step", "compute_loss", "compute_loss_func", "compute_loss_context_manager")
+"""What the Trainer calls of its own in a step, where users have written another one."""
 
 
 class CapturedTraining:
@@ -69,7 +71,8 @@ class CapturedTraining:
         if reason is not None:
             captured.report(reason)
             return
-        state = [model, *filter(None, [trainer.accelerator.scaler])]
+        code = captured.code(trainer, Trainer, _METHODS)
+        state = [model, *filter(None, [trainer.accelerator.scaler]), *code]
         self._part = compile(self._backward, state=state)
         self._step = compile(self._whole, state=[*state, trainer.optimizer])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -208,6 +209,57 @@ def test_a_change_of_a_constant_is_found_by_the_comparison(name, x):
         assert step.replays == 8
     finally:
         sys.setrecursionlimit(limit)
+
+
+class Loss:
+    """An object whose method a step calls through others."""
+
+    def __init__(self):
+        self.owner, self.inner, self.module = self, types.SimpleNamespace(factor=2.0), nn.Module()
+        self.module.config = types.SimpleNamespace(owner=self, beta=2.0)
+
+    @property
+    def gamma(self):
+        return self.inner.factor
+
+    @property
+    def broken(self):
+        raise RuntimeError
+
+    def deep(self, model, x):
+        return x * self.owner.inner.factor if model else self.broken
+
+    def computed(self, model, x):
+        return x * self.gamma
+
+    def configured(self, model, x):
+        return x * model.config.beta
+
+    def attribute(self, model, x):
+        return x * self.module.config.owner.inner.factor
+
+
+@pytest.mark.parametrize("name", ["deep", "computed", "configured", "attribute"])
+def test_a_function_of_the_state_is_searched(name, x):
+    loss = Loss()
+    hidden = {"call": getattr(loss, name)}.__getitem__
+
+    def step(model, x):
+        return hidden("call")(model, x)
+
+    compiled = xla_amp.compile(step, strict=True, state=[getattr(loss, name)])
+    for value in (2.0, 3.0):
+        loss.inner.factor = loss.module.config.beta = value
+        assert [compiled(loss.module, x).tolist() for _ in range(5)] == [[value] * 2] * 5
+    assert compiled.replays == 6
+
+
+def test_a_function_of_the_state_may_have_a_closure(x):
+    function, change = outer(2.0)
+    step = xla_amp.compile(function, strict=True, state=[inspect.getclosurevars(function).nonlocals["helper"]])
+    assert [step(x).tolist() for _ in range(4)] == [[2.0] * 2] * 4
+    change(3)
+    assert [step(x).tolist() for _ in range(4)] == [[3.0] * 2] * 4
 
 
 def test_check_compares_each_call(x):

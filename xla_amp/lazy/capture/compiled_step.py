@@ -237,10 +237,14 @@ class Compiled(Generic[_Arguments, _Result]):
 
     def _find(self, before: Snapshot) -> Capture | None:
         """The capture of a call, a new one if there is none; None beyond the limit."""
-        for capture in self._cache:
+        for capture in reversed(self._cache):
             if capture.matches(before):
+                self._cache.remove(capture)
+                self._cache.append(capture)  # the one used last
                 return capture
         reason = self._cache[-1].difference(before) if self._cache else ""
+        if len(self._cache) >= self._limit and self._cache[0].replays:
+            del self._cache[0]  # what it was for is over, as an epoch
         if len(self._cache) >= self._limit:
             if not self.reasons:
                 self._report(f"it has been captured {len(self._cache)} times, its limit; {reason}", for_good=False)

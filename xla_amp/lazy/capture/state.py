@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from xla_amp.backends import held, initial_state
-from xla_amp.lazy.capture.values import NOWHERE, Entry, Reading, Slot, bound, plain
+from xla_amp.lazy.capture.values import FUNCTIONS, NOWHERE, Entry, Named, Reading, Slot, bound, plain
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.tensors import tensor_io
 
@@ -272,6 +272,8 @@ class State:
             fresh.look(each, f"state[{index}]", Slot(self._declared, index), attributes)
         for value, label, slot in named:
             fresh.look(value, label, slot, names)
+        if any(isinstance(each, FUNCTIONS) for each in self._declared):
+            names += self._search(fresh, named, arguments)
         for owner in [owner for reference in self._used if (owner := reference()) is not None]:
             fresh.add(owner, f"the {type(owner).__name__} that it calls", NOWHERE)
         objects = self.objects
@@ -279,6 +281,20 @@ class State:
             objects = self.objects = _Objects(fresh.objects)
             self._known.update(owner for _, owner in objects.objects.values())
         return Snapshot(modes, fresh, objects, names)
+
+    def _search(self, fresh: Reading, named: list[Named], arguments: list[Any]) -> tuple[str, ...]:
+        """Reads what the declared functions name, and what they name of modules among the arguments; their names."""
+        functions = [bound(each) for each in self._declared if isinstance(each, FUNCTIONS)]
+        names = tuple(dict.fromkeys(itertools.chain.from_iterable(each for _, each in functions)))
+        given = [
+            (each, f"argument {at}", NOWHERE) for at, each in enumerate(arguments) if isinstance(each, torch.nn.Module)
+        ]
+        known, seen = {(id(value), label) for value, label, _ in named}, dict[int, Any]()
+        for value, label, slot in itertools.chain(given, *(found for found, _ in functions)):
+            if (id(value), label) not in known:
+                known.add((id(value), label))
+                fresh.follow(value, label, slot, names, seen)
+        return names
 
 
 _END: Final = object()

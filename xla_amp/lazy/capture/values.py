@@ -1,7 +1,8 @@
 """Read what a captured step names: plain values to compare, tensors by slot, and the objects of its state.
 
 One flat pass over closure cells and globals that the step's own code names, one attribute deep (``settings.ALPHA``),
-its bound object, defaults and arguments.  What other code and objects hold is a constant of the capture.
+its bound object, defaults and arguments.  Of functions in ``state=[...]``, it follows attributes to any depth.  What
+other code and objects hold is a constant of the capture.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from xla_amp.backends.trees import tree_leaves
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io
 
@@ -32,9 +34,12 @@ PLAIN: Final = frozenset(
 )
 STATE: Final = (torch.nn.Module, Optimizer, torch.amp.GradScaler)
 _CONTAINERS: Final = (dict, list, tuple, set, frozenset, collections.deque)
-_NAMED: Final = (enum.Enum, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
+FUNCTIONS: Final = (types.FunctionType, types.MethodType)
+_NAMED: Final = (enum.Enum, *FUNCTIONS, types.BuiltinFunctionType, type)
 """Compared by ``==``, which is identity for functions and classes."""
 _WITH_ATTRIBUTES: Final = (torch.Tensor, types.CellType)
+_TAKEN: Final = (*STATE, *PLAIN, *_CONTAINERS, *_NAMED, np.ndarray, np.generic, torch.Tensor)
+"""What `Reading.add` takes."""
 
 Entry: TypeAlias = tuple[str, Any]
 """What a value is called in messages, and what it is compared by."""
@@ -69,6 +74,8 @@ class Slot(NamedTuple):
 
 
 NOWHERE: Final = Slot(None, None)
+Named: TypeAlias = tuple[Any, str, Slot]
+"""What a name is bound to, the name, and where."""
 
 
 class Tensor(NamedTuple):
@@ -191,15 +198,44 @@ class Reading:
     def look(self, value: Any, label: str, slot: Slot, names: tuple[str, ...]) -> bool:
         """`add`, and of another object its attributes in `names`, and its tensors and objects of any name."""
         compared = self.add(value, label, slot)
-        if compared and not isinstance(value, type):
-            return True
-        own = getattr(value, "__dict__", {})
-        spaces = [own, *map(vars, (value if isinstance(value, type) else type(value)).__mro__[:-1])]
-        for name in dict.fromkeys((*names, *(() if isinstance(value, types.ModuleType) else own))):
-            space = next((each for each in spaces if name in each), None)
-            if space is not None and (name in names or isinstance(space[name], (*STATE, torch.Tensor, LRScheduler))):
-                self.add(space[name], f"{label}.{name}", Slot(space, name) if isinstance(space, dict) else NOWHERE)
+        if not compared or isinstance(value, type):
+            for name, item, place in _attributes(value, names, True):
+                self.add(item, f"{label}.{name}", place)
         return compared
+
+    def follow(self, value: Any, label: str, slot: Slot, names: tuple[str, ...], seen: dict[int, Any]) -> None:
+        """`add`, and of an object that it has not `seen` its attributes in `names`, and theirs, and so on."""
+        if id(value) in seen or (self.add(value, label, slot) and not isinstance(value, (type, torch.nn.Module))):
+            return
+        seen[id(value)] = value
+        own = vars(value) if isinstance(value, torch.nn.Module) else None
+        for name, item, place in _attributes(value, names, False):
+            if isinstance(value, types.ModuleType):
+                self.add(item, f"{label}.{name}", place)
+            elif own is None or place.holder is not own or not isinstance(item, _TAKEN):  # the state has those
+                self.follow(item, f"{label}.{name}", place, names, seen)
+
+
+def _attributes(value: Any, names: tuple[str, ...], objects: bool) -> Iterator[tuple[str, Any, Slot]]:
+    """Attributes in `names`, properties included, and with `objects` those of any name that are tensors or state."""
+    own = getattr(value, "__dict__", {})
+    spaces = [own, *map(vars, (value if isinstance(value, type) else type(value)).__mro__[:-1])]
+    others = own if objects and not isinstance(value, types.ModuleType) else ()
+    for name in dict.fromkeys((*names, *others)):
+        space = next((each for each in spaces if name in each), None)
+        if space is not None and (name in names or isinstance(space[name], (*STATE, torch.Tensor, LRScheduler))):
+            item = space[name]
+            if isinstance(item, property) and not isinstance(value, type):
+                item = _computed(value, name)
+            yield name, item, Slot(space, name) if isinstance(space, dict) else NOWHERE
+
+
+def _computed(value: Any, name: str) -> Any:
+    """What a property gives; None for tensors: they are data, which a program reads."""
+    item = None
+    with contextlib.suppress(Exception):
+        item = getattr(value, name)
+    return None if any(isinstance(each, torch.Tensor) for each in tree_leaves(item)) else item
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -218,9 +254,9 @@ def _content(value: Any) -> Any:
     return (value.dtype, value.shape, repr(value.tolist())) if on_host and math.prod(value.shape) <= _MOST else None
 
 
-def bound(step: Any) -> tuple[list[tuple[Any, str, Slot]], tuple[str, ...]]:
+def bound(step: Any) -> tuple[list[Named], tuple[str, ...]]:
     """What the names of a step's own code are bound to now, each with its label and slot; and the names."""
-    step = inspect.unwrap(step)
+    step = step if isinstance(step, types.MethodType) else inspect.unwrap(step)
     if isinstance(step, types.FunctionType):
         names = _names(step.__code__)
         return list(_of_function(step, names)), names
@@ -235,7 +271,7 @@ def bound(step: Any) -> tuple[list[tuple[Any, str, Slot]], tuple[str, ...]]:
     return [*((owner, label, NOWHERE) for owner in owners), *found], names
 
 
-def _of_function(function: types.FunctionType, names: tuple[str, ...]) -> Iterator[tuple[Any, str, Slot]]:
+def _of_function(function: types.FunctionType, names: tuple[str, ...]) -> Iterator[Named]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # assigned later
             yield cell.cell_contents, name, Slot(cell, "cell_contents")
