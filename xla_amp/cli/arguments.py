@@ -7,11 +7,13 @@ import contextlib
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from xla_amp.cli import native
+from xla_amp.common import tables
 from xla_amp.errors import FileError
 
 if TYPE_CHECKING:
@@ -74,11 +76,16 @@ def json_instead(parser: argparse.ArgumentParser) -> None:
 def epilog(parser: argparse.ArgumentParser, examples: Mapping[str, str], statuses: Mapping[int, str]) -> None:
     """Examples (command -> what it does) and exit statuses at the end of ``--help``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    width = tables.terminal_width()
+    parser.description = parser.description and textwrap.fill(parser.description, width, break_on_hyphens=False)
     lines = ["examples:", *(f"  {command}\n      {what}" for command, what in examples.items())]
     lines += [
         "",
         "exit status:",
-        *(f"  {status}  {what}" for status, what in sorted({**_STATUSES, **statuses}.items())),
+        *(
+            textwrap.fill(f"  {status}  {what}", width, subsequent_indent=" " * 5, break_on_hyphens=False)
+            for status, what in sorted({**_STATUSES, **statuses}.items())
+        ),
     ]
     parser.epilog = "\n".join(lines)
 

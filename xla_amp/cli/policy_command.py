@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import itertools
 import textwrap
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -39,10 +39,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--module", metavar="PATH", help="with --operation: inside the module of this path")
     show.add_argument("--json", action="store_true", help="JSON instead of a table")
     show.set_defaults(run=_show)
+    common.epilog(
+        show,
+        {"xla-amp policy show tpu": "every rule", "xla-amp policy show tpu --operation pow": "one decision"},
+        {0: "shown"},
+    )
 
     check = kinds.add_parser("check", help="whether a policy file is valid; prints file, line and fix if not")
     check.add_argument("file", metavar="FILE", type=Path, help="a policy, or rows for XLA_AMP_POLICY")
     check.set_defaults(run=_check)
+    common.epilog(check, {"xla-amp policy check rules.toml": "before a run"}, {0: "valid", 1: "invalid"})
 
 
 def _torch_operations() -> Iterable[str]:
@@ -78,21 +84,23 @@ def _show(arguments: argparse.Namespace) -> Answer:
         header = ("name", "low", "jax_low", "dtypes", "summary", "source")
         return common.as_json({**{key: getattr(policy, key) for key in header}, "rules": rows}), 0
     head = f"{policy.name}: low = {policy.named_low}, may be {' or '.join(policy.dtypes)}. {policy.summary}".rstrip()
-    lines = [[str(row[key]) for key in ("cast", "layer", "rule", "why")] for row in rows]
-    listed = [_shortened(rule.operations) for rule in policy.rules]
-    lines = [[*line[:3], operations, line[3]] for line, operations in zip(lines, listed, strict=True)]
-    columns = ("cast", "layer", "rule", "operations", "why")
-    if sys.stdout.isatty():
-        table = tables.Table(columns=columns, rows=lines, optional=("layer",)).text(most=len(lines))
-        head = textwrap.fill(head, tables.terminal_width())
-    else:
-        table = tables.plain(columns, lines)
-    return f"{head}\nA later row wins over an earlier one of another layer.\n\n{table}", 0
+    width = tables.terminal_width()
+    casts = max(len(rule.cast) for rule in policy.rules) + 2
+    texts = [textwrap.fill(head, width), "A later row wins over an earlier one of another layer."]
+    written = [
+        ((rule.cast, rule.why + ("" if layer.layer == "builtin" else f" [{layer.layer}: {rule.origin}]")), rule)
+        for layer in policy.layers
+        for rule in layer.rules
+    ]
+    for (cast, why), alike in itertools.groupby(written, key=lambda pair: pair[0]):
+        names = ", ".join(name for _, rule in alike for name in rule.operations)
+        parts = f"{cast.ljust(casts)}{names}", f"{' ' * casts}{why}"
+        texts.append("\n".join(_wrapped(part, width, " " * casts) for part in parts))
+    return "\n\n".join(texts), 0
 
 
-def _shortened(operations: Sequence[str], *, most: int = 4) -> str:
-    more = len(operations) - most
-    return ", ".join(operations[:most]) + (f" and {more} more" if more > 0 else "")
+def _wrapped(text: str, width: int, indent: str) -> str:
+    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _decisions(policy: Policy, arguments: argparse.Namespace) -> Answer:

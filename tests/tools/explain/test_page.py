@@ -74,9 +74,10 @@ def test_float32_on_purpose_has_its_reasons_and_is_not_what_could_be_low():
     wide = {"verdict": "wide", "product": False, "flops": None, "used": ("float32",)}
     found = [operation(operation="layer_norm", why="Variances cancel.", **wide) for _ in range(3)]
     found += [operation(operation="rms_norm", why="Variances cancel.", **wide), operation(operation="exp", **wide)]
-    could, _, on_purpose = operations.findings(found)
+    could, _, on_purpose, follows = operations.findings(found)
     assert (could.text, could.items) == ("nothing: no products", ())
-    assert on_purpose.text == "5 operations"
-    assert on_purpose.items == (("4 x layer_norm, rms_norm", "Variances cancel."), ("1 x exp", "an operand is float32"))
+    assert on_purpose.text == "4 operations"
+    assert on_purpose.items == (("4 x layer_norm, rms_norm", "Variances cancel."),)
+    assert (follows.title, follows.items) == ("What is float32 because an operand is?", (("1 x exp", ""),))
     found = [operation(why=str(number), **wide) for number in range(7)]
     assert operations.findings(found, most=5)[2].items[-1] == ("and 2 more reasons", "")

@@ -226,8 +226,10 @@ def as_program(module: Any) -> Program:
         return Program(module=module, format="bytecode")
     if isinstance(module, bytes | bytearray | memoryview):
         return parse(bytes(module))
-    if isinstance(module, str) and ("\n" in module or "func.func" in module):
+    if isinstance(module, str) and module.lstrip().startswith("HloModule"):
         return parse(module.encode())
+    if isinstance(module, str) and ("\n" in module or "func.func" in module):
+        return Program(module=ir.parse(module), format="text")
     if isinstance(module, str | os.PathLike):
         return io.load(module)
     if hasattr(module, "compiler_ir"):

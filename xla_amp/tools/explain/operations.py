@@ -129,9 +129,19 @@ def findings(operations: Sequence[Operation], *, most: int = 5) -> tuple[Section
     found.append(Section(question, answer, _largest(could, most)))
     answer = f"{_number(risk)} that the built-in rules keep in float32" if risk else "nothing that the rules know"
     found.append(Section("What runs low that should not?", answer, _largest(risk, most)))
-    if wide := [each for each in operations if each.verdict == "wide"]:
-        found.append(Section("What is float32 on purpose, and why?", _number(wide), _reasons(wide, most)))
+    wide = [each for each in operations if each.verdict == "wide"]
+    asked = [each for each in wide if each.record.why not in ("", _FOLLOWS)]
+    for question, alike in (
+        ("What is float32 on purpose, and why?", asked),
+        ("What is float32 because an operand is?", [each for each in wide if each not in asked]),
+    ):
+        if alike:
+            found.append(Section(question, _number(alike), _reasons(alike, most)))
     return tuple(found)
+
+
+_FOLLOWS: Final = "an operand is float32"
+"""The reason of StableHLO's front; the others give none."""
 
 
 def _number(operations: Sequence[Operation]) -> str:
@@ -142,7 +152,7 @@ def _reasons(operations: Iterable[Operation], most: int) -> tuple[tuple[str, str
     """Operations with the reason for their dtype, the most frequent reasons first."""
     named: dict[str, list[str]] = defaultdict(list)
     for each in operations:
-        named[each.record.why or "an operand is float32"].append(each.record.operation)
+        named[each.record.why].append(each.record.operation)
     ranked = sorted(named.items(), key=lambda item: -len(item[1]))
     items = [(f"{len(names)} x {', '.join(dict.fromkeys(names))}", why) for why, names in ranked[:most]]
     if len(ranked) > most:

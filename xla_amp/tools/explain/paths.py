@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Iterable
 
@@ -11,12 +13,14 @@ _CELL = re.compile(r".*ipykernel_\d+[/\\]\d+\.py:(\d+)")
 
 
 def line(location: str) -> str:
-    """A line of the program; of a notebook's cell its number.
+    """A line of the program, relative to the working directory if it is below; of a notebook's cell its number.
 
     Example:
-        >>> line("train.py:7"), line("ipykernel_1/20.py:6")
-        ('train.py:7', 'cell, line 6')
+        >>> line("/usr/lib/train.py:7"), line(f"{os.getcwd()}/train.py:7"), line("ipykernel_1/20.py:6")
+        ('/usr/lib/train.py:7', 'train.py:7', 'cell, line 6')
     """
+    with contextlib.suppress(FileNotFoundError):  # the working directory was removed
+        location = location.removeprefix(os.path.join(os.getcwd(), ""))
     return _CELL.sub(r"cell, line \1", location)
 
 
