@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import os
+import warnings
 
 import forked
 import pytest
@@ -72,6 +74,60 @@ def test_nested_and_disabled(outer, inner, matrix):
             assert (matrix @ matrix).dtype is FULL
         assert states() == [(True, torch.float16)] * 2
         assert (matrix @ matrix).dtype is torch.float16
+
+
+REGIONS = {
+    "torch.autocast": lambda: torch.autocast("cpu"),
+    "torch.amp.autocast, float16": lambda: torch.amp.autocast("cpu", dtype=torch.float16),
+    "torch.autocast, cuda": lambda: torch.autocast("cuda"),
+    "ours": lambda: xla_amp.autocast("cpu", torch.bfloat16),
+    "ours, a device": lambda: xla_amp.autocast(torch.device("cpu")),
+}
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.parametrize("dtype", [FULL, LOW, torch.float64])
+def test_a_region_of_another_device_is_warned_of_once_at_its_line(name, dtype, matrix, monkeypatch):
+    if name == "torch.autocast, cuda" and torch.cuda.is_available():
+        pytest.skip("CUDA casts here")
+    monkeypatch.setattr(autocast_names, "_told", set())
+    x = matrix.to(dtype)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", xla_amp.errors.AutocastWarning)
+        for _ in range(3):
+            with REGIONS[name]():
+                result = torch.nn.functional.linear(x, x)
+    told = [warning for warning in told if warning.category is xla_amp.errors.AutocastWarning]
+    assert result.dtype is dtype
+    assert len(told) == (dtype is FULL)  # nothing would be cast of the others
+    for warning in told:
+        assert "xla_amp.autocast(xla_amp.xla_device())" in str(warning.message)
+        assert linecache.getline(warning.filename, warning.lineno).strip() == "with REGIONS[name]():"
+
+
+@pytest.mark.filterwarnings("error::xla_amp.errors.AutocastWarning")
+def test_other_regions_of_the_cpu_are_not_warned_of(matrix):
+    on_cpu, plain = torch.ones(4, 4), matrix.sum()
+    with torch.autocast("cpu"):
+        assert (on_cpu @ on_cpu).dtype is LOW
+        assert (on_cpu.to(matrix.device) + plain).dtype is FULL
+    with torch.autocast("cpu"), xla_amp.autocast(matrix.device):
+        assert (matrix @ matrix).dtype is not FULL
+    with xla_amp.autocast(matrix.device), torch.autocast("cpu"):
+        assert (matrix @ matrix).dtype is not FULL
+    with torch.autocast("cpu", enabled=False):
+        assert (matrix @ matrix).dtype is FULL
+
+
+def test_a_region_around_a_loop_is_warned_of_at_its_first_step(matrix, monkeypatch):
+    monkeypatch.setattr(autocast_names, "_told", set())
+    weight = torch.nn.Parameter(matrix.clone())
+    optimizer = torch.optim.SGD([weight], 0.1)
+    with torch.autocast("cpu"):
+        (weight @ matrix).sum().backward()
+        with pytest.warns(xla_amp.errors.AutocastWarning, match="products inside were float32"):
+            optimizer.step()
 
 
 PROGRAM = """

@@ -28,6 +28,7 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.programs.execute import flush
+from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.steps import forward_hook
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import forks
@@ -296,7 +297,7 @@ for _hook in (_before_step, _after_step):
 
 
 LEAST_ELEMENTS = 100_000
-"""Parameters of a model that is worth a device; smaller ones may be on the CPU on purpose."""
+"""Parameters of a model that is worth a device; smaller ones may be on the CPU on purpose beside work on the device."""
 STEPS = 10
 """Steps of one optimizer after which this is a training and not a comparison."""
 
@@ -322,7 +323,8 @@ def stepped(optimizer: torch.optim.Optimizer) -> None:
     del _step.on_cpu[optimizer]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     elements = sum(p.numel() for p in parameters)
-    if elements < LEAST_ELEMENTS or any(p.device.type != "cpu" for p in parameters):
+    device_works = trace.count > 0 or metrics.executions > 0
+    if (device_works and elements < LEAST_ELEMENTS) or any(p.device.type != "cpu" for p in parameters):
         return
     device_was_used()
     events.warn(

@@ -1,15 +1,24 @@
 """`torch.autocast` on the lazy device, under its own name and under torch_xla's.
 
-``torch.autocast("xla")`` is ``torch.autocast("jax")``: a region of either sets torch's state of both.
+``torch.autocast("xla")`` is ``torch.autocast("jax")``: a region of either sets torch's state of both.  A region of
+another device casts nothing of the lazy one; where low operations were recorded in it, its line is warned of once.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim import optimizer
 
+from xla_amp.backends import dynamo
+from xla_amp.common import events
+from xla_amp.errors import AutocastWarning
+from xla_amp.lazy.graph.tape import Position, Tape
+from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import pjrt
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.policy import resolve
@@ -24,12 +33,86 @@ def set_low_dtype() -> None:
     low = getattr(torch, resolve(default_name(pjrt.platform())).low)
     for name in NAMES:
         torch.set_autocast_dtype(name, low)
+    optimizer.register_optimizer_step_pre_hook(_look)  # a region around a whole loop
 
 
-def for_both_names(original: Callable[..., Any], self: Any, *error: Any) -> Any:
-    """A method of `torch.autocast` that begins or ends a region: both names get the state of the one that it has."""
-    result = original(self, *error)
-    for name in NAMES if self.device in NAMES else ():
-        torch.set_autocast_enabled(name, torch.is_autocast_enabled(self.device))
-        torch.set_autocast_dtype(name, torch.get_autocast_dtype(self.device))
+def remember_asked(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """`torch.autocast.__init__`, which switches "cuda" off where there is none, as scripts ask for it nevertheless."""
+    original(self, *args, **kwargs)
+    self._xla_amp_asked = kwargs.get("enabled", args[2] if len(args) > 2 else True)
+
+
+def enter(original: Callable[..., Any], self: Any) -> Any:
+    """Both names get the state of the one that it has; a region of another device is watched."""
+    result = original(self)
+    if self.device in NAMES:
+        _share_state(self.device)
+        _open.regions.clear()  # in a region of another device, what follows is cast
+    elif getattr(self, "_xla_amp_asked", self._enabled) and not torch.is_autocast_enabled(DEVICE_TYPE):
+        frame = events.user_frame(events.LIBRARIES)
+        line = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<unknown>", 0)
+        if line not in _told and threading.current_thread() is threading.main_thread():
+            _open.regions.append(_Region(self, line, trace.generation, Position.now()))
     return result
+
+
+def leave(original: Callable[..., Any], self: Any, *error: Any) -> Any:
+    """Both names get the state of the one that it has; warns of a region of another device."""
+    result = original(self, *error)
+    if self.device in NAMES:
+        _share_state(self.device)
+    if any(region.owner is self for region in _open.regions):
+        _look()
+        _open.regions[:] = [region for region in _open.regions if region.owner is not self]
+    return result
+
+
+def _share_state(device: str) -> None:
+    for name in NAMES:
+        torch.set_autocast_enabled(name, torch.is_autocast_enabled(device))
+        torch.set_autocast_dtype(name, torch.get_autocast_dtype(device))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Region:
+    """An open region of another device."""
+
+    owner: Any
+    line: tuple[str, int]
+    generation: int
+    begin: Position
+    """Where the trace of that generation was when the region began."""
+
+
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.regions: list[_Region] = []
+
+
+_open = _Open()
+_told: set[tuple[str, int]] = set()
+
+
+def _look(*_: Any) -> None:
+    """Warns of the open regions of other devices in which float32 operations were recorded that ours would cast."""
+    for region in _open.regions:
+        begin = region.begin if region.generation == trace.generation else Position()
+        if region.line not in _told and _has_products(Tape(trace.code[begin.code :], begin)):
+            _told.add(region.line)
+            events.warn(
+                f"autocast({region.owner.device!r}) casts nothing of tensors on the XLA device: products inside were "
+                f'float32. Write xla_amp.autocast(xla_amp.xla_device()), or torch.autocast("{DEVICE_TYPE}")',
+                AutocastWarning,
+                at=region.line,
+            )
+
+
+def _has_products(tape: Tape) -> bool:
+    """Whether it has a float32 result of an operation that the device's policy casts to the low dtype."""
+    rules = resolve(default_name(pjrt.platform()))
+    cast = {name for name in rules.ruled() if rules.decide(name).cast == "low"}
+    results = ((node.instruction.name.partition(".")[0], out) for node in tape for out in node.instruction.outs)
+    return any(name in cast and out is not None and out.dtype is torch.float32 for name, out in results)
+
+
+dynamo.skip(_look)

@@ -360,10 +360,17 @@ PATCHES = (
         replace=_has_any_global_hook,
     ),
     PatchGroup(
-        names=("torch.autocast.__enter__", "torch.autocast.__exit__"),
-        reason="torch.autocast('xla'), as programs for torch_xla write it, would cast nothing.",
-        replace=autocast_names.for_both_names,
+        names=("torch.autocast.__enter__",),
+        reason="torch.autocast('xla'), as programs for torch_xla write it, would cast nothing; nor do regions of "
+        "'cpu' and 'cuda', which are warned of.",
+        replace=autocast_names.enter,
         install=autocast_names.set_low_dtype,
+    ),
+    PatchGroup(names=("torch.autocast.__exit__",), reason="As above.", replace=autocast_names.leave),
+    PatchGroup(
+        names=("torch.autocast.__init__",),
+        reason="torch.autocast('cuda') without a GPU forgets that the script asked for it.",
+        replace=autocast_names.remember_asked,
     ),
     PatchGroup(
         names=("torch.amp.GradScaler._maybe_opt_step",),
