@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import re
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from harness import is_here
 from packaging.specifiers import SpecifierSet
 
 from xla_amp.policy import BUILTIN, load
+from xla_amp.policy.load import from_text
 from xla_amp.policy.op_catalog import (
     catalogue,
     equivalent,
@@ -110,7 +112,9 @@ def test_tpu_covers_cuda_and_every_row_says_where_from():
     tpu, cuda = load("tpu"), load("cuda")
     vendor = {"_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"}
     assert cuda.operations() - tpu.operations() == vendor
-    for rule in tpu.rules:
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    shown = textwrap.dedent(re.search(r"^ +```toml\n(.*?)^ +```", page, re.DOTALL | re.MULTILINE).group(1))
+    for rule in (*tpu.rules, *from_text("tables/cpu.toml", f'low = "bfloat16"\n{shown}', "builtin").rules):
         documented = "PyTorch/XLA documentation" in rule.source
         registered = "torch_xla 2.9" in rule.source
         if not documented and not registered:
