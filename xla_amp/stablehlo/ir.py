@@ -27,6 +27,7 @@ _PRODUCER_WITHIN: Final = 32
 """Bytecode names its producer within this many bytes."""
 
 
+@functools.cache
 def mlir() -> Any:
     """``jaxlib.mlir.ir``."""
     import jax  # noqa: F401 - before jaxlib: it limits what C++ prints while it is loaded
@@ -35,6 +36,7 @@ def mlir() -> Any:
     return ir
 
 
+@functools.cache
 def dialect() -> Any:
     """``jaxlib.mlir.dialects.stablehlo``."""
     from jaxlib.mlir.dialects import stablehlo
@@ -296,13 +298,12 @@ class TensorType(NamedTuple):
 
 def tensor_type(value_type: Any) -> TensorType | None:
     """Shape and element type of a ranked tensor type; None for tokens, tuples and unranked types."""
-    ir = mlir()
-    if not isinstance(value_type, ir.RankedTensorType):
+    if not isinstance(value_type, mlir().RankedTensorType):
         return None
-    dimensions = (
-        None if value_type.is_dynamic_dim(axis) else value_type.get_dim_size(axis) for axis in range(value_type.rank)
-    )
-    return TensorType(tuple(dimensions), str(value_type.element_type))
+    shape = value_type.shape
+    if not value_type.has_static_shape:
+        shape = [None if value_type.is_dynamic_dim(axis) else size for axis, size in enumerate(shape)]
+    return TensorType(tuple(shape), str(value_type.element_type))
 
 
 def element(value: Any) -> str:
