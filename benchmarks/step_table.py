@@ -67,6 +67,10 @@ PEERS = {
     "lazy fp32": Peer("lazy", "fp32"),
     "lazy bf16": Peer("lazy", "bf16"),
     "lazy bf16 captured": Peer("lazy", "captured"),
+    "lazy bf16, plain products": Peer("lazy", "plain"),
+    "lazy bf16, no Triton": Peer(
+        "lazy", "no-triton", environment={"XLA_AMP_COMPILER_OPTIONS": "xla_gpu_enable_triton_gemm=False"}
+    ),
     "torch fp32": Peer("native", "fp32"),
     "torch autocast": Peer("native", "amp"),
     "torch.compile autocast": Peer("native", "compile"),
@@ -80,6 +84,10 @@ PEERS = {
     "Flax, mpx bf16": Peer("flax", "mpx"),
     "Flax, xla_amp.jax": Peer("flax", "autocast"),
 }
+
+
+OF_GPUS = ("lazy bf16, plain products", "lazy bf16, no Triton")
+"""Peers that differ from "lazy bf16" on a GPU only, where a product has an odd extent, or any."""
 
 
 class _Figure(NamedTuple):
@@ -216,13 +224,17 @@ class Race:
         return self._began + share * self.options.limit - time.monotonic()
 
     def start_all(self) -> None:
-        """All peers, torch's own beside the others with `--side-by-side`."""
-        names = list(self.records)
-        torchs = [name for name in names if self.options.side_by_side and PEERS[name].module == "native"]
-        beside = threading.Thread(target=self.start, args=(torchs,))
-        beside.start()
-        self.start([name for name in names if name not in torchs])
-        beside.join()
+        """All peers, torch's own beside the others with `--side-by-side`, each beside the others with `--at-once`."""
+        names, options = list(self.records), self.options
+        groups: dict[Any, list[str]] = {}
+        for name in names:
+            beside = options.side_by_side and PEERS[name].module == "native"
+            groups.setdefault(name if options.at_once else beside, []).append(name)
+        threads = [threading.Thread(target=self.start, args=(group,)) for group in groups.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         self.running = {name: self.running[name] for name in names if name in self.running}
 
     def turns(self) -> None:
@@ -335,11 +347,14 @@ def main() -> None:
         help="dry: does it work; tiny: the host's time; small: for two cores (default)",
     )
     parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS["small"]), default=list(WORKLOADS["small"]))
-    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
+    parser.add_argument(
+        "--peers", nargs="*", choices=list(PEERS), default=[name for name in PEERS if name not in OF_GPUS]
+    )
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant")
     parser.add_argument("--turn", type=int, default=1, help="steps of a turn; the first of several is not counted")
     parser.add_argument("--run", type=int, default=20, help="steps that are waited for once, in the first three turns")
     parser.add_argument("--side-by-side", action="store_true", help="torch's peers start beside the others")
+    parser.add_argument("--at-once", action="store_true", help="all peers start beside each other")
     parser.add_argument("--programs", type=Path, help="folder of programs; each peer starts a second time with them")
     parser.add_argument("--kernels", action="store_true", help="also those of a step, on a GPU")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds of a workload, about")

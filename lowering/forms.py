@@ -41,8 +41,6 @@ class Form(Generic[CallT]):
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     supports: Callable[[CallT], str | None] = lambda call: None
     """Why it cannot compute a call on one of its platforms, or would be slower; None if it can."""
-    off: str | None = None
-    """Why it is left out although it computes the call, as a form that no machine has measured; `on` overrules it."""
     marks: tuple[str, ...] = ()
     """Words, in lower case, by one of which a compiler's error names its kernel."""
 
@@ -50,8 +48,6 @@ class Form(Generic[CallT]):
         """Why it does not compute `call`; None if it does."""
         if call.platform not in self.platforms:
             return f"for {' and '.join(self.platforms)}"
-        if self.off is not None and self.name not in on:
-            return self.off
         if self.name in refused:
             return f"refused: {_first_line(refused[self.name])}"
         return self.supports(call)
@@ -76,10 +72,8 @@ class Choice:
 
 _KEPT: Final = 256
 _chosen: dict[tuple[str, str, str], Choice] = {}
-on: set[str] = set()
-"""Names of forms that are `Form.off` and that this process uses all the same: add one before its programs are built."""
 refused: dict[str, str] = {}
-"""Kernel -> the error; it is left out for the rest of the process."""
+"""Kernel or form -> the error; it is left out for the rest of the process.  Your own is one more, with your reason."""
 _traced: dict[str, tuple[str, ...]] = {}
 """Kernel in a program of this process -> its marks."""
 

@@ -5,10 +5,10 @@
     python3 scripts/hardware_day.py tpu --minutes 12
     scripts/gpu_day.sh --dry-run                        # the same plan on the CPU, at the smallest sizes
 
-Tests run first, side by side, for at most a third of the time; then, one at a time on a quiet machine, what is timed,
-in the order of its worth.  Each part is a process with its own log in build/gpu_day or build/tpu_day.  After each part
-benchmarks/results/gpu_day.md (or tpu_day.md) is written: the date, the chip, the versions, counts, failures by cause,
-and the tables of the races.
+Products with an odd extent are timed first.  Then tests run side by side, for at most a third of the time that is left;
+then, one at a time on a quiet machine, what else is timed, in the order of its worth.  Each part is a process with its
+own log in build/gpu_day or build/tpu_day.  After each part benchmarks/results/gpu_day.md (or tpu_day.md) is written:
+the date, the chip, the versions, counts, failures by cause, and the tables of the races.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -36,15 +37,17 @@ import record_tests
 from source_tree import FOLDERS, ROOT
 
 TESTS = 0.35
-"""The share of the time after which tests are stopped."""
+"""The share of the time that is left when they begin, after which tests are stopped."""
 RACE, LEAST, GRACE = 200, 30, 15
 """Seconds: of a quiet part, of the shortest part that is begun, and between a part's interrupt and its end."""
+FIRST = (125, 55)
+"""Seconds of the two parts that a GPU begins with: they decide how products are computed."""
 RACES = ("GPT-2", "ResNet-50", "BERT", "ViT")
 RESULTS = ROOT / "benchmarks" / "results"
 PLATFORMS = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 """Platform -> JAX_PLATFORMS."""
 NEEDS = {
-    **{name: name for name in ("flax", "jax", "optax", "pytest", "rich", "torch", "tqdm")},
+    **{name: name for name in ("flatbuffers", "flax", "jax", "optax", "pytest", "rich", "torch", "tqdm")},
     **{"absl": "absl-py", "pytest_timeout": "pytest-timeout", "sklearn": "scikit-learn", "xdist": "pytest-xdist"},
 }
 """Module -> the package that brings it."""
@@ -60,7 +63,7 @@ class Part:
     command: tuple[str, ...]
     """With {folder}, {programs} and {limit} for what the call knows."""
     quiet: bool = False
-    """Whether it is timed, so that nothing runs beside it."""
+    """Whether it is timed, so that nothing runs beside it; before all tests if it is in the plan before them."""
     seconds: float = RACE
     """The most that a quiet part may take."""
     is_test: bool = False
@@ -96,17 +99,19 @@ def plan(platform: str, dry: bool = False) -> list[Part]:
         short = ("--epochs", "1") if dry else ()
         return Part(name=name, shows=shows, command=("examples/mnist.py", "--json", *options, *short))
 
+    def steps(name: str, shows: str, workload: str, peers: list[str], start: str, most: float = RACE) -> Part:
+        sizes = ("--size", "dry", "--rounds", "1", "--run", "2") if dry else ("--size", "full")
+        options = ["--merge", "--no-plot", start, "--kernels", "--limit", "{limit}", "--programs", "{programs}"]
+        command = ("benchmarks/step_table.py", "--name", "{folder}/steps", "--workloads", workload, *sizes, *options)
+        seconds = 3 * RACE if dry else most  # a machine that tests a change does other work, too
+        return Part(name=name, shows=shows, command=(*command, "--peers", *peers), quiet=True, seconds=seconds)
+
     def race(name: str, workload: str) -> Part:
         peers = ["lazy bf16", "lazy bf16 captured", "torch autocast", "torch.compile autocast", "Flax bf16"]
         peers = [peer for peer in (*peers, "Flax, xla_amp.jax") if gpu or not peer.startswith("torch")]
         if dry:  # each peer once
             peers = peers[RACES.index(workload) :: len(RACES)]
-        sizes = ("--size", "dry", "--rounds", "1", "--run", "2") if dry else ("--size", "full")
-        options = ["--merge", "--no-plot", "--side-by-side", "--kernels", "--limit", "{limit}", "--programs"]
-        command = ("benchmarks/step_table.py", "--name", "{folder}/steps", "--workloads", workload, *sizes, *options)
-        command = (*command, "{programs}", "--peers", *peers)
-        seconds = 3 * RACE if dry else RACE  # a machine that tests a change does other work, too
-        return Part(name=name, shows=f"{workload}: table below", command=command, quiet=True, seconds=seconds)
+        return steps(name, f"{workload}: table below", workload, peers, "--side-by-side")
 
     cuda = [tests("cuda", "torch's own CUDA autocast under ours", *["tests/gpu/test_torch_cuda.py"] * 2)]
     fp16 = [
@@ -118,7 +123,17 @@ def plan(platform: str, dry: bool = False) -> list[Part]:
     regions = "tests/pytorch/autocast/test_autocast_regions.py::test_the_cache_flag"
     scale = "tests/jax_front/test_loss_scale.py::test_a_static_scale_is_constant"
     options = "tests/training/test_compile_options.py::test_users_replace_and_add"
+    ways = ["lazy bf16", "lazy bf16, plain products", "lazy bf16, no Triton"]
+    products = "GPT-2, odd products padded, plain, and no Triton at all: table below"
     return [
+        *([steps("products", products, "GPT-2", ways, "--at-once", FIRST[0])] if gpu else ()),
+        Part(
+            name="head",
+            shows="ms of a head's products, odd vocabulary, plain and padded",
+            command=head,
+            quiet=True,
+            seconds=FIRST[1],
+        ),
         tests("fronts", "every front, captured steps, attention against float64", *["tests/gpu/test_on_a_gpu.py"] * 2),
         *(cuda if gpu else ()),
         mnist("mnist-bf16", "accuracy, 1 executable and 0 syncs a step", "--precision", "bf16"),
@@ -128,7 +143,6 @@ def plan(platform: str, dry: bool = False) -> list[Part]:
         tests("training", "tests of training", "tests/training", options),
         tests("lowering", "tests of lowerings", "tests/lowering", "tests/lowering/test_registered_names.py"),
         race("gpt2", "GPT-2"),
-        Part(name="head", shows="ms of a head's products, odd vocabulary, plain and padded", command=head, quiet=True),
         race("resnet", "ResNet-50"),
         race("bert", "BERT"),
         race("vit", "ViT"),
@@ -197,19 +211,24 @@ class Day:
         self._path = folder / "results.json"
         self.results: dict[str, Result] = json.loads(self._path.read_text()) if self._path.exists() else {}
 
-    def left(self, share: float = 1.0) -> float:
-        """Seconds until this share of the time is over."""
-        return self._began + share * self.seconds - time.monotonic()
+    def left(self) -> float:
+        """Seconds until the time is over."""
+        return self._began + self.seconds - time.monotonic()
 
     def run(self, side_by_side: int) -> None:
-        """Tests side by side, then what is quiet; a part that has ended is not run again."""
+        """What is quiet and first, tests side by side, what else is quiet; a part that has ended is not run again."""
         left = [part for part in self.parts if self.results.get(part.name, {}).get("status") not in ("ok", "failed")]
         loud = [part for part in left if not part.quiet]
+        first = list(itertools.takewhile(lambda part: part.quiet, left)) if loud else []
+        self._quiet(first)
+        end = time.monotonic() + TESTS * self.left()
         with concurrent.futures.ThreadPoolExecutor(side_by_side) as pool:
-            list(pool.map(lambda part: self._part(part, self.left(TESTS)), loud))
-        for part in left:
-            if part.quiet:
-                self._part(part, min(part.seconds, self.left()) - GRACE)
+            list(pool.map(lambda part: self._part(part, end - time.monotonic()), loud))
+        self._quiet([part for part in left if part.quiet and part not in first])
+
+    def _quiet(self, parts: list[Part]) -> None:
+        for part in parts:
+            self._part(part, min(part.seconds, self.left()) - GRACE)
 
     def _part(self, part: Part, limit: float) -> None:
         if limit < LEAST:

@@ -1,4 +1,4 @@
-"""The lazy device of this repository: "fp32", "bf16", or "captured" (bf16, `xla_amp.compile`)."""
+"""The lazy device: "fp32", "bf16", "captured" (bf16, `xla_amp.compile`), "plain" (bf16, odd products as they are)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from workloads import Workload
 import xla_amp
 from xla_amp.lazy import private_api
 from xla_amp.lazy.programs import execute
+from xla_amp.lowering import forms
 
 
 def make(workload: Workload, option: str) -> Trainer:
     """Autocast, the scaler, and an optimizer of `xla_amp.syncfree`."""
+    if option == "plain":
+        forms.refused["padded"] = "this peer has plain products"
     device = xla_amp.xla_device()
     model = workload.torch_model().to(device)
     batch = [tensor.to(device) for tensor in workload.torch_batch()]

@@ -43,7 +43,8 @@ _PADDED_BLOCK = 32
 _ALIGNED: Final = 8
 """cuBLAS's kernels for 16-bit operands want extents in multiples of it."""
 _WIDE: Final = 512
-"""Least extent of a product that may be padded: each padded copy then takes a small part of the product's time."""
+_LARGE: Final = 2**34
+"""Least extent, and multiplications, of a product that is padded: a padded copy then takes a small part of its time."""
 
 Operand: TypeAlias = jax.Array | Permuted
 Axes: TypeAlias = tuple[int, ...]
@@ -115,10 +116,10 @@ class Product:
     @property
     def may_be_padded(self) -> bool:
         """Whether it is a large product of two half matrices on GPU, of which an extent is no multiple of 8."""
-        extents = (*self.left.shape, *self.right.shape)
-        matrices = self.left.ndim == self.right.ndim == 2 and not self.axes[1][0]
-        large = self.platform == "gpu" and matrices and is_half(self.left.dtype) and min(extents) >= _WIDE
-        return large and any(extent % _ALIGNED for extent in extents)
+        if self.platform != "gpu" or self.left.ndim != 2 or self.axes[1][0] or not is_half(self.left.dtype):
+            return False
+        extents = (*self.left.shape, self.right.size // self.right.shape[self.axes[0][1][0]])
+        return min(extents) >= _WIDE and math.prod(extents) >= _LARGE and any(each % _ALIGNED for each in extents)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,6 @@ FORMS: Final = (
         name="padded",
         why="cuBLAS's kernels need extents in eights; XLA pads only what it has chosen for cuBLAS",
         platforms=("gpu",),
-        off="no GPU has measured it",
         compute=_padded,
     ),
     PLAIN,

@@ -59,7 +59,23 @@ def test_a_hardware_day_goes_on_where_it_stopped(tmp_path):
     assert (tmp_path / "runs").read_text() == "."
 
 
+def test_what_is_timed_first_runs_before_the_tests(tmp_path):
+    plan = [part.name for part in hardware_day.plan("gpu")]
+    assert plan[:3] == ["products", "head", "fronts"]
+    assert sum(part.seconds for part in hardware_day.plan("gpu")[:2]) <= 180
+    rows = [("a", True), ("b", False), ("c", True)]
+    log = tmp_path / "log"
+    parts = [
+        hardware_day.Part(name=name, shows="", command=("-c", f"print('{name}', file=open('{log}', 'a'))"), quiet=quiet)
+        for name, quiet in rows
+    ]
+    day(tmp_path, parts)
+    assert log.read_text().split() == ["a", "b", "c"]
+
+
 def test_a_hardware_day_says_first_what_is_missing(monkeypatch):
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert [package for package in hardware_day.NEEDS.values() if package not in page] == []
     monkeypatch.setitem(hardware_day.NEEDS, "no_such_module", "no-such-package")
     monkeypatch.setattr(hardware_day.shutil, "which", lambda name: None)
     assert hardware_day.missing("gpu", dry=True) == [
@@ -85,7 +101,12 @@ def test_the_plan_of_a_gpu_day_runs_on_a_cpu(tmp_path):
     rows = re.findall(r"^\| ([\w-]+) \|.*\| ok \| \d+ \|", done.stdout, re.MULTILINE)
     assert rows == [part.name for part in hardware_day.plan("gpu")]
     steps = re.findall(r"^\| (GPT-2|ResNet-50|BERT|ViT): .*\|  \|$", done.stdout, re.MULTILINE)  # none has failed
-    assert [steps.count(name) for name in hardware_day.RACES] == [2, 2, 1, 1]  # each peer once
+    assert [steps.count(name) for name in hardware_day.RACES] == [
+        4,
+        2,
+        1,
+        1,
+    ]  # each peer once, and two ways of products
 
 
 def collected(*options: str) -> list[list[str]]:

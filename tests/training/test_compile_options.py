@@ -21,6 +21,7 @@ from xla_amp.errors import StepFailedError
 from xla_amp.lazy.interop.export import export
 from xla_amp.lazy.interop.functional import functional
 from xla_amp.lazy.programs import execute, pjrt
+from xla_amp.lowering import forms
 
 ROUNDING = "xla_allow_excess_precision"
 VARIABLE = "XLA_AMP_COMPILER_OPTIONS"
@@ -93,6 +94,31 @@ def test_a_gpu_keeps_what_the_policy_made_low_low_between_kernels(device):
     assert between_kernels(low.hlo, SHAPE)["f32"] < between_kernels(wide.hlo, SHAPE)["f32"]
     assert low.bytes_accessed < 0.8 * wide.bytes_accessed
     assert low.peak_memory < 0.9 * wide.peak_memory
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not targets.available("h100"), reason="no compiler for a GPU here")
+def test_a_gpu_writes_the_logits_of_an_odd_vocabulary_once_and_padded(device, monkeypatch):
+    rows, width, vocabulary = 1024, 512, 50257
+    embedding, head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
+    head.weight = embedding.weight
+    model, tokens = nn.Sequential(embedding, nn.LayerNorm(width), head).to(device), torch.arange(rows).to(device)
+    with xla_amp.autocast(device, dtype=torch.bfloat16, policy="gpu"):
+        loss = nn.functional.cross_entropy(model(tokens), tokens)
+    loss.backward()
+    xla_amp.sync()
+    padded = text_for("gpu")
+    monkeypatch.setattr(forms, "refused", {"padded": "to compare"})
+    with targets.Compilers() as compilers:
+        ours, plain = (
+            compilers.compile(text, "h100", pjrt.compiler_options("gpu")) for text in (padded, text_for("gpu"))
+        )
+    assert ours.bytes_accessed <= 1.01 * plain.bytes_accessed
+    logits = [
+        [between_kernels(each.hlo, (rows, columns))["bf16"] for columns in (vocabulary, 50264)]
+        for each in (ours, plain)
+    ]
+    assert logits == [[0, 2], [2, 0]]  # with their gradient
 
 
 def test_on_a_gpu_a_gradient_is_joined_once_and_a_one_hot_gradient_is_not_summed(device):

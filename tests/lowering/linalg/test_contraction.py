@@ -105,8 +105,9 @@ def test_an_activation_adds_the_bias_of_a_large_layer_in_its_own_kernels_on_gpu(
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
 
 
-def test_an_odd_product_is_padded_on_gpu_only_where_that_is_turned_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_odd_product_is_padded_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, "_chosen", {})
+    monkeypatch.setattr(contraction, "_LARGE", 520 * 513 * 515)
     low = [
         jnp.asarray(np.random.default_rng(0).integers(-2, 3, shape), jnp.bfloat16) for shape in ((520, 513), (513, 515))
     ]
@@ -115,19 +116,22 @@ def test_an_odd_product_is_padded_on_gpu_only_where_that_is_turned_on(monkeypatc
         compiled = jax.jit(lambda a, b: contraction.mm(a, b, platform="gpu", wide=True))
         return compiled.lower(*low).as_text(), np.asarray(compiled(*low), float)
 
-    plain, expected = product()
-    (choice,) = forms.chosen("product")
-    assert choice.form == "plain"
-    assert choice.left_out == {"padded": "no GPU has measured it"}
-    monkeypatch.setattr(forms, "on", {"padded"})
     padded, got = product()
+    (choice,) = forms.chosen("product")
+    assert choice.form == "padded"
+    monkeypatch.setattr(forms, "refused", {"padded": "to compare"})
+    plain, expected = product()
     assert "tensor<513x515xbf16>) -> tensor<520x515xf32>" in plain
     assert "tensor<520x520xbf16>) -> tensor<520x520xf32>" in padded
     np.testing.assert_array_equal(got, expected)
     np.testing.assert_array_equal(expected, np.matmul(*(np.asarray(x, float) for x in low)))
+    monkeypatch.setattr(forms, "_chosen", {})
     contraction.mm(low[0][:, :512], low[1][:512, :512], platform="gpu")  # all in eights
     contraction.mm(low[0][:, :9], low[1][:9], platform="gpu")  # small
-    assert len(forms.chosen("product")) == 1
+    contraction.mm(low[0][:512, :512], low[1][:512], platform="gpu", wide=True)  # fewer multiplications
+    contraction.mm(*low, platform="tpu")
+    contraction.mm(*(x.astype(jnp.float32) for x in low), platform="gpu")
+    assert forms.chosen("product") == ()
 
 
 PAIRS: dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], tuple[int, ...]]] = {

@@ -38,7 +38,7 @@ FUNCTIONS: Final = (types.FunctionType, types.MethodType)
 _NAMED: Final = (enum.Enum, *FUNCTIONS, types.BuiltinFunctionType, type)
 """Compared by ``==``, which is identity for functions and classes."""
 _WITH_ATTRIBUTES: Final = (torch.Tensor, types.CellType)
-_TAKEN: Final = (*STATE, *PLAIN, *_CONTAINERS, *_NAMED, np.ndarray, np.generic, torch.Tensor)
+_TAKEN: Final[tuple[Any, ...]] = (*STATE, *PLAIN, *_CONTAINERS, *_NAMED, np.ndarray, np.generic, torch.Tensor)
 """What `Reading.add` takes."""
 
 Entry: TypeAlias = tuple[str, Any]
