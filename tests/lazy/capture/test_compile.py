@@ -104,9 +104,20 @@ def counter(device):
     def step(x):
         nonlocal count
         count += 1
-        return x * 2
+        return x * (2 if count in (1, 20) else 3)
 
-    return step, r"it changes count from \d to \d"
+    return step, r"it changes count from \d to \d and reads it at .*test_compile\.py:\d+"
+
+
+def optimizers_count(device):
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            for state in map(self.state.__getitem__, self.param_groups[0]["params"]):
+                state["n"] = state.get("n", 0) + 1
+            return super().step(closure)
+
+    optimizer = Counting([nn.Parameter(torch.ones(2, device=device))], lr=0.5)
+    return training(optimizer), r"it changes the 'n' of .* which a replay would not; keep it in a tensor on the device"
 
 
 def growing_list(device):
@@ -217,9 +228,10 @@ def mixup(device):
 
 
 REFUSALS = [
-    item, object_with_a_tensor, counter, growing_list, number_from_elsewhere, value_from_the_host, other_operations,
-    host_state, host_count, schedule_before_its_optimizer, schedule_by_a_metric, rate_that_is_set_beside_a_schedule,
-    schedule_by_a_method_that_was_kept, graph, seeds, host_result, layer_drop, stochastic_depth, mixup,
+    item, object_with_a_tensor, counter, optimizers_count, growing_list, number_from_elsewhere, value_from_the_host,
+    other_operations, host_state, host_count, schedule_before_its_optimizer, schedule_by_a_metric,
+    rate_that_is_set_beside_a_schedule, schedule_by_a_method_that_was_kept, graph, seeds, host_result, layer_drop,
+    stochastic_depth, mixup,
 ]  # fmt: skip
 
 

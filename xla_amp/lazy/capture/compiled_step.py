@@ -18,6 +18,7 @@ from xla_amp.backends import base, dynamo
 from xla_amp.backends.trees import tree_flatten, tree_map_only
 from xla_amp.common import arguments, events, interrupts
 from xla_amp.errors import CaptureError
+from xla_amp.lazy.capture.counters import Count
 from xla_amp.lazy.capture.recording import Recording
 from xla_amp.lazy.capture.replay import Replay
 from xla_amp.lazy.capture.state import Snapshot, State
@@ -109,6 +110,7 @@ class Capture:
         """Numbers of optimizers that are inputs, or that no optimizer has read; others are constants."""
         self._given: list[int] = []
         """Those that are inputs."""
+        self._counts: dict[str, Count] = {}
         self._entries = self._compared(before)
         self.last: Recording | None = None
         self.replay: Replay | None = None
@@ -129,7 +131,8 @@ class Capture:
         compared = self._compared(now)
         if not same(self._entries, compared):
             return False
-        self._entries = compared  # the next call has most of these objects, too, which is seen faster
+        if not self._counts:
+            self._entries = compared  # the next call has most of these objects, too, which is seen faster
         return True
 
     def difference(self, now: Snapshot) -> str:
@@ -155,7 +158,9 @@ class Capture:
         self._given = [at for at, number in enumerate(run.numbers) if number is not None and number in inputs]
         unread = () if run.stepped or _READERS.intersection(after.names) else enumerate(run.numbers)
         self._inputs = {*self._given, *(at for at, number in unread if number is not None)}
-        self._entries = self._compared(self._before)
+        self._counts = run.counts
+        compared = self._compared(self._before)
+        self._entries = [[(label, self._counts.get(label, by)) for label, by in part] for part in compared]
 
 
 @dynamo.graph_break

@@ -22,8 +22,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from xla_amp.backends import dynamo
 from xla_amp.backends.trees import tree_leaves
+from xla_amp.lazy.capture.counters import Count
 from xla_amp.lazy.capture.state import Snapshot, State
-from xla_amp.lazy.capture.values import NOWHERE, PLAIN, NotReplayableError, difference, is_dense, plain, view
+from xla_amp.lazy.capture.values import (
+    NOWHERE,
+    PLAIN,
+    NotReplayableError,
+    differences,
+    functions,
+    is_dense,
+    plain,
+    view,
+)
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Buffer, Spec
 from xla_amp.lazy.programs import execute, recompile_reasons
@@ -82,6 +92,8 @@ class Recording:
         self.repeated: list[str] = []
         """The objects of which the call has called the method that a replay calls, in this order."""
         self._inside = False
+        self.counts: dict[str, Count] = {}
+        """Integers on the host that the call changes, each by a number."""
         self._misstep: str | None = None
         """Why a replay cannot step a schedule as the call did."""
         before.release()
@@ -219,8 +231,22 @@ class Recording:
         if self._drew:
             what = "draw on the device, or outside, and pass the result as a tensor or a number"
             return f"it draws from {self._drew[0]} on the host, where a replay would not ({what})"
-        changed = difference(self._before.unchanged(self._steered), after.unchanged(after.steered()))
-        return changed and "it changes {}{}, which a replay would not; do that outside".format(*changed)
+        changes = list(differences(self._before.unchanged(self._steered), after.unchanged(after.steered())))
+        names = {label: label.rpartition(".")[::2] for label, *_ in changes}
+        for label, how, one, other in changes:
+            (owner, name), read = names[label], ""
+            holder = after.owners.get(owner)
+            try:
+                if label in after.counts and one is not None and one[:-1] == other[:-1]:
+                    code = functions(self._state.functions, holder)
+                    self.counts[label] = Count(one, other, code, holder, name, {each for _, each in names.values()})
+                    continue
+            except NotReplayableError as reason:
+                read = str(reason)
+            is_own = isinstance(holder, torch.optim.Optimizer) and not name.startswith("param_groups")
+            remedy = "keep it in a tensor on the device" if is_own or label[-1] == ")" else "do that outside"
+            return f"it changes {label}{how}{read}, which a replay would not; {remedy}"
+        return None
 
     def _origin(self, tensor: torch.Tensor) -> Origin | None:
         """Where a tensor comes from; None if a replay cannot make it."""
@@ -255,6 +281,9 @@ class Recording:
             return f"its calls differ: {how or 'another operation'}"
         if self.repeated != other.repeated:
             return f"its calls differ: they step {self.repeated or 'no schedule'} and {other.repeated or 'none'}"
+        amounts = [{label: each.amount for label, each in call.counts.items()} for call in (self, other)]
+        if amounts[0] != amounts[1]:
+            return f"its calls differ: they add {amounts[0]} and {amounts[1]} on the host"
         if run.ints != again.ints:
             return "its calls differ: whole numbers in it change from call to call"
         if run.key.wanted != again.key.wanted:

@@ -82,6 +82,10 @@ class Replay:
             return None
         computed = [_output(target, state.buffers) for target in self._recorded.computed]
         numbers, hosts = state.numbers, state.repeated
+        counts = [(state.counts[label], each.amount) for label, each in self._recorded.counts.items()]
+        counted = [
+            (count, int(count if isinstance(count, torch.Tensor) else count.value()) + by) for count, by in counts
+        ]
         state.release()
         for at in self._unbound:
             slots[at].put(None)
@@ -92,6 +96,8 @@ class Replay:
             for at, origin in self._bindings.items():
                 if origin is not None:
                     slots[at].put(make(origin))
+        for count, now in counted:
+            count.fill_(now) if isinstance(count, torch.Tensor) else count.put(now)
         for owner, name in map(hosts.__getitem__, self._recorded.repeated):
             with getattr(owner, name)() or contextlib.nullcontext():
                 pass

@@ -7,6 +7,7 @@ something in them was replaced, which is seen by identity, all at once.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import weakref
@@ -88,6 +89,7 @@ class _Objects(Reading):
 
     def _object(self, owner: Any, label: str) -> None:
         space = vars(owner)
+        self.owners[label] = owner
         self.compare(f"the class of {label}", type(owner))
         if isinstance(owner, Optimizer):
             for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -209,6 +211,8 @@ class Snapshot:
         """By position: of `tensors`, then of `gradients`."""
         self.repeated = {**fresh.repeated, **objects.repeated}
         """Objects on the host by label, each with the method that a replay calls."""
+        self.counts: collections.ChainMap[str, Any] = collections.ChainMap(fresh.counts, objects.counts)
+        self.owners: collections.ChainMap[str, Any] = collections.ChainMap(fresh.owners, objects.owners)
         self.options = objects.options
         self.numbers = [option.slot.value() for option in self.options]
         hooks = itertools.chain.from_iterable(map(_hooks, self.parameters))
@@ -240,6 +244,7 @@ class Snapshot:
 
     def release(self) -> None:
         """Keeps no tensor alive."""
+        self.counts, self.owners = collections.ChainMap(), collections.ChainMap()
         self.tensors, self.parameters, self.gradients, self.buffers = [], [], [], []
 
 
@@ -248,6 +253,8 @@ class State:
 
     def __init__(self, step: Callable[..., Any], declared: Iterable[Any]) -> None:
         self._step, self._declared = step, list(declared)
+        self.functions = [step, *(each for each in self._declared if isinstance(each, FUNCTIONS))]
+        """Those whose code is read."""
         self.objects: _Objects | None = None
         """As they were last read; None keeps none alive that a recorded call may replace."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -272,7 +279,7 @@ class State:
             fresh.look(each, f"state[{index}]", Slot(self._declared, index), attributes)
         for value, label, slot in named:
             fresh.look(value, label, slot, names)
-        if any(isinstance(each, FUNCTIONS) for each in self._declared):
+        if self.functions[1:]:
             names += self._search(fresh, named, arguments)
         for owner in [owner for reference in self._used if (owner := reference()) is not None]:
             fresh.add(owner, f"the {type(owner).__name__} that it calls", NOWHERE)
@@ -284,7 +291,7 @@ class State:
 
     def _search(self, fresh: Reading, named: list[Named], arguments: list[Any]) -> tuple[str, ...]:
         """Reads what the declared functions name, and what they name of modules among the arguments; their names."""
-        functions = [bound(each) for each in self._declared if isinstance(each, FUNCTIONS)]
+        functions = [bound(each) for each in self.functions[1:]]
         names = tuple(dict.fromkeys(itertools.chain.from_iterable(each for _, each in functions)))
         given = [
             (each, f"argument {at}", NOWHERE) for at, each in enumerate(arguments) if isinstance(each, torch.nn.Module)

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from xla_amp.backends.trees import tree_leaves
+from xla_amp.common import bytecode
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io
 
@@ -101,13 +102,19 @@ def same(one: Any, other: Any) -> bool:
 
 def difference(old: Sequence[list[Entry]], new: Sequence[list[Entry]]) -> tuple[str, str] | None:
     """The label of the first entry that differs, and what has changed in it; None if none does."""
+    return next((each[:2] for each in differences(old, new)), None)
+
+
+def differences(old: Sequence[list[Entry]], new: Sequence[list[Entry]]) -> Iterator[tuple[str, str, Any, Any]]:
+    """The label of each entry that differs, what has changed in it, and what both are compared by."""
     for (before, one), (label, other) in zip(itertools.chain(*old), itertools.chain(*new), strict=False):
         if before != label:
-            return label, ""
-        if not same(one, other):
+            yield label, "", None, None
+        elif not same(one, other):
             how = f" from {_text(one)} to {_text(other)}"
-            return label, how if len(how) < 200 else ""
-    return None if sum(map(len, old)) == sum(map(len, new)) else ("what it names", "")
+            yield label, how if len(how) < 200 else "", one, other
+    if sum(map(len, old)) != sum(map(len, new)):
+        yield "what it names", "", None, None
 
 
 def _text(value: Any) -> str:
@@ -127,6 +134,10 @@ class Reading:
         """On the host, where they may change in place."""
         self.repeated: dict[str, tuple[Any, str]] = {}
         """Schedules and other objects on the host, with the method that a replay calls as a recorded call did."""
+        self.counts: dict[str, Slot | torch.Tensor] = {}
+        """Integers on the host, which may be counters."""
+        self.owners: dict[str, Any] = {}
+        """Objects by label."""
         self.steps: list[Entry] = []
         """What this method may change, and a call depends on."""
         self.watched: list[Iterable[Any]] = []
@@ -147,6 +158,8 @@ class Reading:
         """Adds a value as what it is; returns whether it is compared."""
         if type(value) in PLAIN:
             self.compare(label, plain(value))
+            if type(value) is int and slot is not NOWHERE:
+                self.counts[label] = slot
         elif isinstance(value, STATE):
             self.objects.setdefault(id(value), (label, value))
         elif isinstance(value, torch.Tensor) and is_dense(value):
@@ -159,6 +172,8 @@ class Reading:
             self.compare(label, value)
         elif isinstance(value, np.ndarray | np.generic | torch.Tensor):
             self._arrays.append((label, value))
+            if isinstance(value, torch.Tensor) and not value.shape and value.dtype is torch.int64:
+                self.counts[label] = value
         else:
             return self._repeated(value, label)
         return True
@@ -199,6 +214,7 @@ class Reading:
         """`add`, and of another object its attributes in `names`, and its tensors and objects of any name."""
         compared = self.add(value, label, slot)
         if not compared or isinstance(value, type):
+            self.owners[label] = value
             for name, item, place in _attributes(value, names, True):
                 self.add(item, f"{label}.{name}", place)
         return compared
@@ -207,7 +223,7 @@ class Reading:
         """`add`, and of an object that it has not `seen` its attributes in `names`, and theirs, and so on."""
         if id(value) in seen or (self.add(value, label, slot) and not isinstance(value, (type, torch.nn.Module))):
             return
-        seen[id(value)] = value
+        seen[id(value)] = self.owners[label] = value
         own = vars(value) if isinstance(value, torch.nn.Module) else None
         for name, item, place in _attributes(value, names, False):
             if isinstance(value, types.ModuleType):
@@ -268,6 +284,11 @@ def bound(step: Any) -> tuple[list[Named], tuple[str, ...]]:
         label, owners, inner = "the step", (step,), type(step).__call__
     has_code = isinstance(inner, types.FunctionType) and not isinstance(step, torch.nn.Module)
     found, names = bound(inner) if has_code or isinstance(step, functools.partial) else ([], ())
+    kind: Any = type(owners[0]) if owners else None
+    for each in bytecode.methods(inspect.unwrap(inner), kind)[1:] if has_code else ():  # that it calls
+        more = tuple(name for name in _names(each.__code__) if name not in names)
+        found += _of_function(each, more)
+        names += more
     return [*((owner, label, NOWHERE) for owner in owners), *found], names
 
 
@@ -279,6 +300,27 @@ def _of_function(function: types.FunctionType, names: tuple[str, ...]) -> Iterat
     yield from ((space[name], name, Slot(space, name)) for name in names if name in space)
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield value, "a default of the step", NOWHERE
+
+
+def functions(roots: Iterable[Any], owner: Any) -> list[types.FunctionType]:
+    """Functions, and what they reach by name: others, and methods and properties of `owner`."""
+    kind: Any = type(owner)
+    todo, found = [*roots], dict[types.FunctionType, None]()
+    if isinstance(owner, torch.nn.Module):
+        todo.append(types.MethodType(kind.forward, owner))
+    while todo:
+        value = todo.pop()
+        inner = getattr(value, "__func__", None) or getattr(value, "func", value)
+        function = inspect.unwrap(inner)
+        if isinstance(function, types.FunctionType) and function not in found:
+            names = _names(function.__code__)
+            named = [] if getattr(value, "__self__", None) is owner else (bytecode.method(kind, name) for name in names)
+            for each in [function, *filter(None, named)]:
+                found.update(dict.fromkeys(bytecode.methods(each, kind)))
+            todo += [each for each, *_ in _of_function(function, names) if callable(each)]
+        elif inner is not value:
+            todo.append(inner)
+    return list(found)
 
 
 @functools.lru_cache(maxsize=1024)
