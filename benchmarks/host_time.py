@@ -45,7 +45,16 @@ def gpt2() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], Any]:
     return model, (torch.randint(64, (2, 8)), torch.randint(64, (2, 8))), xla_amp.syncfree.AdamW
 
 
-WORKLOADS: dict[str, Callable[[], Any]] = {"ResNet-50": resnet, "GPT-2 124M": gpt2}
+def gpt2_as_written() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], Any]:
+    """`gpt2` with torch's AdamW and without a scaler, as most training in bfloat16 is written."""
+    return *gpt2()[:2], torch.optim.AdamW
+
+
+WORKLOADS: dict[str, Callable[[], Any]] = {
+    "ResNet-50": resnet,
+    "GPT-2 124M": gpt2,
+    "GPT-2, torch.optim.AdamW": gpt2_as_written,
+}
 
 
 def step_of(make: Callable[[], Any], device: torch.device) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
@@ -55,7 +64,7 @@ def step_of(make: Callable[[], Any], device: torch.device) -> tuple[Callable[...
     model.to(device)
     options = {"momentum": 0.9} if make_optimizer is xla_amp.syncfree.SGD else {}
     optimizer = make_optimizer(model.parameters(), lr=1e-3, **options)
-    scaler = xla_amp.GradScaler(device.type)
+    scaler = xla_amp.GradScaler(device.type, enabled=make_optimizer is not torch.optim.AdamW)
 
     def step(*batch: torch.Tensor) -> torch.Tensor:
         with xla_amp.autocast(device, dtype=torch.bfloat16):

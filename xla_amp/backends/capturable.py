@@ -1,48 +1,122 @@
-"""Capturable (host-sync-free) steps for torch optimizers that lack one: Adafactor and SparseAdam.
+"""torch.optim's steps on an XLA device: they count there, and read no value.
 
-Most of torch.optim can count on the device (``capturable``, or its fused kernels).  In torch the steps of these two
-read norms and counts back to compute with them in Python.
+Most classes can (``capturable``, or fused kernels), if a group's option tells them.  `counting` sets it for one step,
+and puts it back, so that checkpoints load where it is not supported.  In torch the steps of Adafactor and SparseAdam
+read norms and counts to compute with them in Python; they have steps here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from xla_amp.backends import devices, initial_state
+from xla_amp.backends import base, devices, initial_state
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def step_of(optimizer: Optimizer) -> Callable[[], Any] | None:
-    """A capturable step for `optimizer`, hooks included; None where this module has none.
+def form(kind: type, group: Mapping[str, Any]) -> str | None:
+    """The option with which the step of a class counts on the device, for a group; None if no option makes it.
 
-    Only for torch's class itself or the class that `wrap` makes of it: a subclass may override `step`.
+    SGD, Adam and AdamW are fused on the lazy device unless another form was asked for, as torch chooses ``foreach`` on
+    CUDA.  Adagrad has no ``capturable``, but its fused kernel takes the count as a tensor.
     """
-    plain = initial_state.torchs_class(optimizer)
-    step = _STEPS.get(plain.__name__)
-    if step is None or not initial_state.is_torchs(plain):
+    if group.get("differentiable"):
         return None
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not all(devices.is_xla(p.device.type) and p.is_floating_point() for p in parameters):
+    if option := next((name for name in ("fused", "capturable") if group.get(name)), None):
+        return option
+    parameters = group["params"]
+    if not _OPTIONS.intersection(group) or not all(devices.is_xla(p.device.type) for p in parameters):
         return None
-    return lambda: Optimizer.profile_hook_step(step)(optimizer)  # hooks, as torch's step has
+    if "fused" in group and _is_fused(kind, group) and all(map(_fits, parameters)):
+        return "fused"
+    return "capturable" if "capturable" in group else None
 
 
-def make_state(optimizer: Optimizer) -> None:
-    """Makes the state that the step of an optimizer in `_STEPS` needs, with counts on the device."""
-    initial_state.create(optimizer)
-    sparse = initial_state.torchs_class(optimizer) is torch.optim.SparseAdam
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is None or (sparse and not parameter.grad.is_sparse):
-                continue
-            state = optimizer.state[parameter]
-            if sparse and not state:  # which counts in Python, and has no `_init_group`
-                state["step"], state["exp_avg"] = 0, torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(parameter.device)
+_OPTIONS = frozenset({"fused", "capturable"})
+
+
+def _is_fused(kind: type, group: Mapping[str, Any]) -> bool:
+    if issubclass(kind, torch.optim.Adagrad):
+        return True
+    plain = group["fused"] is None and group.get("foreach") is None
+    if not plain or devices.engine().DEVICE_TYPE != base.LAZY or not initial_state.has_torchs_step(kind):
+        return False
+    # torch dampens from the second step on: a parameter whose gradients begin later needs another kernel.
+    is_sgd = issubclass(kind, torch.optim.SGD) and not (group["momentum"] and group["dampening"])
+    return is_sgd or issubclass(kind, torch.optim.Adam)
+
+
+def _fits(parameter: torch.Tensor) -> bool:
+    gradient = parameter.grad
+    dense = gradient is None or not gradient.is_sparse
+    return dense and type(parameter) in _PLAIN and parameter.is_floating_point()
+
+
+@contextlib.contextmanager
+def counting(optimizer: Optimizer, kind: type | None = None) -> Iterator[None]:
+    """Context manager in which an optimizer counts on the device where it can; its state is there afterwards, too.
+
+    Args:
+        optimizer: of any class.
+        kind: the class whose step runs inside, if this is a base of the optimizer's.
+    """
+    kind = kind or initial_state.torchs_class(optimizer)
+    forms = [(group, option) for group in optimizer.param_groups if (option := form(kind, group))]
+    changed = [(group, option, group[option]) for group, option in forms if not group[option]]
+    for group, option, _ in changed:
+        group[option] = True
+    try:
+        if initial_state.has_torchs_step(kind):
+            initial_state.create(optimizer)
+        for group in optimizer.param_groups if step_of(optimizer, kind) else [group for group, _ in forms]:
+            for parameter in group["params"]:
+                _move_counts(optimizer.state.get(parameter, {}), parameter.device, kind)
+        yield
+    finally:
+        for group, option, value in changed:
+            group[option] = value
+
+
+def _move_counts(state: dict[str, Any], device: torch.device, kind: type) -> None:
+    if kind is torch.optim.SparseAdam and isinstance(state.get("step"), int):
+        state["step"] = torch.tensor(float(state["step"]))
+    if kind is torch.optim.RAdam and state:
+        state["step"] = state["step"].double()  # as `initial_state` makes it
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != device:
+            state[name] = value.to(device)
+
+
+def step_of(optimizer: Optimizer, kind: type) -> Callable[[Any], None] | None:
+    """The step of a class of torch.optim that reads values in torch; None for others, and for other devices."""
+    step = _STEPS.get(kind)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]] if step else []
+    return step if all(devices.is_xla(p.device.type) and p.is_floating_point() for p in parameters) else None
+
+
+def counts_itself(optimizer: Optimizer) -> bool:
+    """Whether the step of an optimizer is one of torch.optim's, which counts on the lazy device unasked."""
+    kind = initial_state.torchs_class(optimizer)
+    return devices.engine().DEVICE_TYPE == base.LAZY and initial_state.has_torchs_step(kind)
+
+
+def own_step(optimizer: Optimizer) -> Callable[[], None] | None:
+    """`step_of` with the optimizer's hooks, for an engine where torch's step does not call it."""
+    kind = initial_state.torchs_class(optimizer)
+    step = None if counts_itself(optimizer) else step_of(optimizer, kind)
+    if step is None:
+        return None
+
+    def counted(optimizer: Optimizer) -> None:
+        with counting(optimizer, kind):
+            step(optimizer)
+
+    return lambda: Optimizer.profile_hook_step(counted)(optimizer)
 
 
 @torch.no_grad()
@@ -51,7 +125,6 @@ def adafactor(optimizer: Any) -> None:
 
     Scalars are float64 on the device, as they are in torch's Python.
     """
-    make_state(optimizer)
     for group in optimizer.param_groups:
         lists: list[list[Any]] = [[] for _ in range(6)]
         optimizer._init_group(group, *lists)
@@ -103,7 +176,6 @@ def sparse_adam(optimizer: Any) -> None:
 
     The count is a float32 tensor on the device, and bias corrections are formed from it in float64.
     """
-    make_state(optimizer)
     for group in optimizer.param_groups:
         beta1, beta2 = group["betas"]
         for parameter in group["params"]:
@@ -136,5 +208,7 @@ def _sparse_adam_one(
     parameter.add_(sparse_like_gradient(-(average_change + old_average) / root * size.to(root.dtype)))
 
 
-_STEPS: Mapping[str, Callable[[Any], None]] = {"Adafactor": adafactor, "SparseAdam": sparse_adam}
-"""Name of torch's class -> its step."""
+_STEPS: Mapping[type, Callable[[Any], None]] = {
+    torch.optim.Adafactor: adafactor,
+    torch.optim.SparseAdam: sparse_adam,
+}

@@ -7,7 +7,6 @@ program, and the next step another program, as long to compile.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,63 +16,52 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xla_amp.backends import devices
 
 
-def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """`create` in a hook before a step; where the step gets a closure, after that, which computes the gradients."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if optimizer.state:
-        return None
-    if closure is None or not _makes_state(optimizer):
-        return create(optimizer)
-
-    def then_create() -> Any:
-        loss = closure()
-        create(optimizer)
-        return loss
-
-    return (optimizer, then_create), {}
-
-
 def create(optimizer: Optimizer) -> None:
     """Makes the state that parameters with a gradient lack, as the optimizer's step would, outside the step.
 
-    Only for steps of torch.optim's own classes.  SGD's momentum begins as zeros, where torch begins with a copy of the
-    gradient: the first step leaves the same momentum.
+    Only of torch.optim's classes.  SGD's momentum begins as zeros, where torch begins with a copy of the gradient: the
+    first step leaves the same momentum.
     """
-    if not _makes_state(optimizer):
+    init_group = getattr(optimizer, "_init_group", None)
+    is_sgd, is_sparse = isinstance(optimizer, torch.optim.SGD), isinstance(optimizer, torch.optim.SparseAdam)
+    if not is_sparse and (init_group is None or not is_torchs(init_group)):
         return
-    init_group: Callable[..., Any] = optimizer._init_group  # type: ignore[attr-defined]
-    lists = len(inspect.signature(init_group).parameters) - 1
     with torch.no_grad(), _OutsideStep():  # type: ignore[no-untyped-call]
         for group in optimizer.param_groups:
-            init_group(group, *([] for _ in range(lists)))
-            if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
-                for parameter in group["params"]:
-                    state = optimizer.state.get(parameter, {})
-                    if parameter.grad is None or parameter.grad.is_sparse or state.get("momentum_buffer") is not None:
-                        continue
+            lacking = [p for p in group["params"] if p.grad is not None and _lacks(optimizer.state.get(p), is_sgd)]
+            if not lacking:
+                continue
+            if init_group is not None and not is_sgd:
+                lists = len(inspect.signature(init_group).parameters) - 1
+                init_group(group, *([] for _ in range(lists)))
+                for parameter in lacking if isinstance(optimizer, torch.optim.RAdam) else ():
+                    # Its rectification is a difference of nearly equal numbers, which torch computes in Python.
+                    count = torch.zeros((), dtype=torch.float64, device=parameter.device)
+                    optimizer.state[parameter]["step"] = count
+                continue
+            for parameter in lacking:
+                if is_sparse and parameter.grad.is_sparse:  # which counts in Python, and has no `_init_group`
+                    state: dict[str, Any] = {"step": torch.zeros((), device=parameter.device)}
+                    state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    optimizer.state[parameter] = state
+                elif is_sgd and group["momentum"] and not group["dampening"] and not parameter.grad.is_sparse:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def _makes_state(optimizer: Optimizer) -> bool:
-    """Whether its step is one of torch.optim's that make state before their first update."""
-    if not has_torchs_step(optimizer) or not hasattr(optimizer, "_init_group"):
-        return False
-    return not isinstance(optimizer, torch.optim.SGD) or any(
-        group["momentum"] and not group["dampening"] for group in optimizer.param_groups
-    )
+def _lacks(state: Any, momentum: bool) -> bool:
+    return not state or (momentum and state.get("momentum_buffer") is None)
 
 
-def has_torchs_step(optimizer: Optimizer) -> bool:
-    """Whether its step, and the state that this makes, are those of a class of torch.optim."""
-    plain: Any = torchs_class(optimizer)
-    functions = (getattr(plain, name, None) for name in ("step", "_init_group"))
+def has_torchs_step(kind: type) -> bool:
+    """Whether the step of a class, and the state that this makes, are those of a class of torch.optim."""
+    functions = (getattr(kind, name, None) for name in ("step", "_init_group"))
     return all(each is None or is_torchs(inspect.unwrap(each)) for each in functions)
 
 
 def torchs_class(optimizer: Optimizer) -> type:
-    """The optimizer's class, without the one that `xla_amp.syncfree.wrap` makes of it."""
-    kind = type(optimizer)
-    return kind.__mro__[2] if getattr(kind, "wraps_next_class", False) else kind
+    """The optimizer's class; that of which it has the step, where `xla_amp.syncfree` has made a class around it."""
+    kind: type = getattr(type(optimizer), "steps_as", type(optimizer))
+    return kind
 
 
 def is_torchs(made: Any) -> bool:

@@ -14,7 +14,7 @@ import contextlib
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Calla
 
     With parameters on other devices the flag is read first, because their old values cannot be selected.
     """
-    step = step or capturable.step_of(optimizer) or optimizer.step
+    step = step or capturable.own_step(optimizer) or optimizer.step
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not all(devices.is_xla(parameter.device.type) for parameter in parameters):
         return None if found_inf.item() else step()
@@ -62,12 +62,20 @@ def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Calla
         decides = _decides.get(optimizer)
         # torch_xla gives wrong gradients to a second optimizer where the flag of the first is read before its step.
         on_torch_xla = devices.engine().DEVICE_TYPE != base.LAZY
-        if on_torch_xla or decides is _Decides.DEVICE or (decides is None and initial_state.has_torchs_step(optimizer)):
+        if (
+            on_torch_xla
+            or decides is _Decides.DEVICE
+            or (decides is None and initial_state.has_torchs_step(initial_state.torchs_class(optimizer)))
+        ):
             return _undone(optimizer, found_inf, step)
         if found_inf.item():
             left_out(optimizer, found_inf)
             return None
         return step() if decides is _Decides.HOST else _watched(optimizer, step)
+
+
+def _has_torchs_step(optimizer: Optimizer) -> bool:
+    return initial_state.has_torchs_step(initial_state.torchs_class(optimizer))
 
 
 def _undone(optimizer: Optimizer, found_inf: torch.Tensor, step: Callable[[], Any]) -> Any:
@@ -121,12 +129,13 @@ def _warn(optimizer: Optimizer, path: held.Path | None) -> None:
 
 @contextlib.contextmanager
 def _counting_on_device(optimizer: Optimizer) -> Iterator[None]:
-    """Makes an optimizer, and those that it holds, count steps on the device where they support it.
-
-    The option is restored afterwards, so checkpoints load where it is not supported; the counts stay on the device.
-    """
+    """Makes an optimizer, and those that it holds, count steps on the device where they support it."""
     with contextlib.ExitStack() as stack:
-        every = [optimizer] if initial_state.has_torchs_step(optimizer) else held.optimizers(optimizer)
+        every = (
+            [optimizer]
+            if initial_state.has_torchs_step(initial_state.torchs_class(optimizer))
+            else held.optimizers(optimizer)
+        )
         for each in reversed(every):  # an outer optimizer may have the groups of an inner one
             stack.enter_context(_one_counting(each))
         yield
@@ -134,50 +143,14 @@ def _counting_on_device(optimizer: Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_counting(optimizer: Optimizer) -> Iterator[None]:
-    options = [(group, option) for group in optimizer.param_groups if (option := _device_option(optimizer, group))]
-    before = [group[option] for group, option in options]
-
-    def on(*_: Any) -> None:
-        for group, option in options:
-            group[option] = True
-
-    def off(*_: Any) -> None:
-        for (group, option), value in zip(options, before, strict=True):
-            group[option] = value
-
-    on()
-    if capturable.step_of(optimizer) is not None:
-        capturable.make_state(optimizer)
-    else:
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        if any(each.grad is not None and each not in optimizer.state for each in parameters):
-            initial_state.create(optimizer)
-    off()
-    for group, _ in options:
-        for parameter in group["params"]:
-            for name, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != parameter.device:
-                    optimizer.state[parameter][name] = value.to(parameter.device)
+    with capturable.counting(optimizer):
+        pass  # its state is there before the step begins
     # A wrapper that has not called torch's constructor has no hooks; those of the optimizer inside are enough.
-    if not options or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if capturable.counts_itself(optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         yield
         return
-    # Set in hooks, so that global optimizer hooks, which run around these, see the original options.
-    with optimizer.register_step_pre_hook(on), optimizer.register_step_post_hook(off):
-        try:
-            yield
-        finally:
-            off()
-
-
-def _device_option(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
-    """The group's option that makes torch count on the device, if it is supported and not set."""
-    if group.get("differentiable"):
-        return None
-    parameters = group["params"]
-    if group.get("capturable") is False:
-        return "capturable" if all(devices.is_xla(parameter.device.type) for parameter in parameters) else None
-    # Adagrad has no `capturable`, but its fused kernel takes the count as a tensor.
-    adagrad = any(c.__name__ == "Adagrad" and initial_state.is_torchs(c) for c in type(optimizer).__mro__)
-    fits = all(p.is_floating_point() and (p.grad is None or not p.grad.is_sparse) for p in parameters)
-    return "fused" if adagrad and not group["fused"] and fits else None
+    # In hooks, so that global hooks of optimizers, which run around these, see the options as they were.
+    counting = contextlib.ExitStack()
+    begin = optimizer.register_step_pre_hook(lambda *_: counting.enter_context(capturable.counting(optimizer)))
+    with counting, begin, optimizer.register_step_post_hook(lambda *_: counting.close()):
+        yield

@@ -22,7 +22,8 @@ import safetensors.torch
 from xla_amp import lazy
 from xla_amp.lazy.torch_integration import monkeypatches  # imports of torch's modules are not counted
 
-CLASSES = {name: pkgutil.resolve_name(name) for name in '''
+OPTIMIZERS = [f"torch.optim.{name}" for name, kind in vars(torch.optim).items() if isinstance(kind, type)]
+CLASSES = {name: pkgutil.resolve_name(name) for name in OPTIMIZERS + '''
     torch.Tensor torch.nn.Parameter torch.nn.Module torch.UntypedStorage torch.TypedStorage torch.optim.Optimizer
     torch.nn.utils.rnn.PackedSequence torch.jit.RecursiveScriptModule torch.amp.GradScaler torch.autocast
     torch.nn.parallel.DistributedDataParallel torch.distributed.DeviceMesh torch.utils.data.DataLoader

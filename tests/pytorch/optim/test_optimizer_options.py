@@ -16,6 +16,7 @@ EXTRA: dict[str, list[dict[str, Any]]] = {
     "SGD": [
         {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "maximize": True},
         {"momentum": 0.9, "weight_decay": torch.tensor(0.1)},
+        {"momentum": 0.9, "dampening": 0.3, "maximize": True},
     ],
     "Adam": [
         {"betas": (0.9, 0.999999), "eps": 1e-12},
@@ -38,8 +39,7 @@ def rows() -> list[Any]:
         if name in EXTRA:
             listed = [(given.desc, given.kwargs) for given in info.optim_inputs_func(device="cpu")]
             extra = [(str(sorted(kwargs)), kwargs) for kwargs in EXTRA[name]]
-            offered = [(desc, kwargs) for desc, kwargs in (*listed, *extra) if not kwargs.get("dampening")]
-            found += [pytest.param(name, kwargs, id=f"{name}-{desc}") for desc, kwargs in offered]
+            found += [pytest.param(name, kwargs, id=f"{name}-{desc}") for desc, kwargs in (*listed, *extra)]
     return found
 
 

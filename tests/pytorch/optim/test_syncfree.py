@@ -149,10 +149,6 @@ def test_gradients_and_parameters_that_it_cannot_have():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match=r"syncfree.SGD: a gradient is sparse \(parameter \(4, 2\)\)"):
         syncfree.SGD(embedding.parameters(), lr=0.1).step()
-    weight = nn.Parameter(torch.ones(2))
-    weight.grad = torch.ones(2)
-    with pytest.raises(RuntimeError, match=r"dampening=0.5\).*use syncfree.wrap\(torch.optim.SGD"):
-        syncfree.SGD([{"params": [weight], "dampening": 0.5}], momentum=0.9).step()
     parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     parameter.grad = torch.ones_like(parameter)
     with pytest.raises(RuntimeError, match=r"expected floating parameters, got torch\.complex64"):

@@ -39,13 +39,16 @@ from xla_amp.lazy.graph.trace import Buffer, Spec
 from xla_amp.lazy.programs import execute, recompile_reasons
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.programs.observed import observed
-from xla_amp.lazy.steps import step_marker
+from xla_amp.lazy.steps import optimizer_step, step_marker
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.torch_integration import generator
 
 Reference: TypeAlias = "ref[Buffer]"
 Source: TypeAlias = "int | Reference | Buffer"
 """An input: its position, a buffer that is the same in each call, or one with a value that the host brought."""
+
+_OF_OPTIMIZERS = "_fused_", optimizer_step.OPTIONS
+"""Names of the instructions, or how they begin, whose floats are options of optimizers as they are."""
 
 
 class Target(NamedTuple):
@@ -82,7 +85,7 @@ class Recording:
         self.reads: set[int] = set()
         """The parameters where it matters whether they have a gradient before the call."""
         self.options: dict[int, int] = {}
-        """Index of each lifted float of a fused optimizer -> the first number of an optimizer that equals it."""
+        """Index of each lifted float of an optimizer -> the first number of an optimizer that equals it."""
         self.stepped = False
         pairs = zip(before.options, before.numbers, strict=True)
         self.numbers = [number if option.is_input else None for option, number in pairs]
@@ -208,7 +211,7 @@ class Recording:
         self.returned = [self._returned(each) for each in tree_leaves(result)]
         """An origin, or what a value is compared by, which is the same in each call."""
         run = self.run
-        for node in (node for node in nodes(run.key.code) if node.instruction.name.startswith("_fused_")):
+        for node in (node for node in nodes(run.key.code) if node.instruction.name.startswith(_OF_OPTIMIZERS)):
             for at in range(node.floats.start, node.floats.stop):
                 if run.floats[at] and run.floats[at] in self.numbers:
                     self.options[at] = self.numbers.index(run.floats[at])

@@ -19,17 +19,16 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from xla_amp.backends import held, initial_state
-from xla_amp.lazy.capture.values import FUNCTIONS, NOWHERE, Entry, Named, Reading, Slot, bound, plain
+from xla_amp.backends import capturable, held, initial_state
+from xla_amp.lazy.capture.values import FUNCTIONS, NOWHERE, Entry, Named, Reading, Slot, bound, is_dense, plain
 from xla_amp.lazy.graph.trace import Buffer
+from xla_amp.lazy.steps import optimizer_step
 from xla_amp.lazy.tensors import tensor_io
 
 _OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
 _SILENT: Final = _OF_EVERY_MODULE - {"training"} | {"_until_check"}
 """Attributes of modules and scalers that are read otherwise, or that no step depends on."""
 
-_FUSED: Final = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-"""Optimizers that, with ``fused=True``, give their options to one operation as they are."""
 _TABLES: Final = [
     name for name, table in vars(torch.nn.Module()).items() if isinstance(table, dict) and "hook" not in name
 ]
@@ -161,35 +160,37 @@ class _Objects(Reading):
 
     def _option(self, owner: Optimizer, slot: Slot, label: str) -> None:
         value = slot.value()
-        label += _remedy(owner, value)
-        if not _is_float(value):
+        is_input, label = _is_input(owner, slot), label + _remedy(owner, value)
+        if _is_float(value) or (is_input and optimizer_step.is_number(value)):
+            slots = [Slot(slot, at) for at in range(len(value))] if isinstance(value, tuple) else [slot]
+            self.options += [Option(each, label, is_input) for each in slots]
+        else:
             self.add(value, label, slot)
-            return
-        slots = [Slot(slot, at) for at in range(len(value))] if isinstance(value, tuple) else [slot]
-        is_input = slot.key in owner.defaults and _gives_numbers(owner)  # a schedule's, such as initial_lr, is not
-        self.options += [Option(each, label, is_input) for each in slots]
 
 
 def _is_float(value: Any) -> bool:
-    return all(type(number) is float for number in (value if isinstance(value, tuple) else (value,)))
+    return all(isinstance(number, float) for number in (value if isinstance(value, tuple) else (value,)))
 
 
-def _gives_numbers(optimizer: Optimizer) -> bool:
-    fused = type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
-    return fused or getattr(optimizer, "numbers_are_inputs", False)
+def _is_input(optimizer: Optimizer, slot: Slot) -> bool:
+    """Whether an optimizer gives an option to the program as it is, and uses it nowhere else.
+
+    What a schedule keeps in a group, such as ``initial_lr``, is no option.
+    """
+    if getattr(optimizer, "numbers_are_inputs", False):
+        return slot.key in optimizer.defaults
+    kind, group = initial_state.torchs_class(optimizer), slot.holder
+    if slot.key not in optimizer.defaults or not initial_state.has_torchs_step(kind):
+        return False
+    return slot.key == "lr" or capturable.form(kind, group) == "fused"
 
 
 def _remedy(optimizer: Optimizer, value: Any) -> str:
-    """What to type where an option or the state of an optimizer is a value on the host and changes."""
-    is_tensor = isinstance(value, torch.Tensor) and value.device.type != tensor_io.DEVICE_TYPE
-    if not (is_tensor or type(value) in (int, float)) or _gives_numbers(optimizer):
+    """What to type where an option or the state of an optimizer that is not torch's is a value on the host."""
+    on_host = type(value) in (int, float) or (isinstance(value, torch.Tensor) and not is_dense(value))
+    if not on_host or initial_state.is_torchs(initial_state.torchs_class(optimizer)):
         return ""
-    name, tensor = type(optimizer).__name__, f"torch.tensor(..., device={tensor_io.DEVICE_TYPE!r})"
-    if not initial_state.is_torchs(initial_state.torchs_class(optimizer)):
-        return f" (on the host; make it a tensor: {tensor})"
-    options = "".join(f", {each}=True" for each in ("capturable", "fused") if each in optimizer.defaults)
-    other = f"{name}(..., lr={tensor}{options})"
-    return f" (on the host; use {f'xla_amp.syncfree.{name}' if name in ('SGD', 'Adam', 'AdamW') else other})"
+    return f" (on the host; make it a tensor: torch.tensor(..., device={tensor_io.DEVICE_TYPE!r}))"
 
 
 class Snapshot:
@@ -214,7 +215,7 @@ class Snapshot:
         self.counts: collections.ChainMap[str, Any] = collections.ChainMap(fresh.counts, objects.counts)
         self.owners: collections.ChainMap[str, Any] = collections.ChainMap(fresh.owners, objects.owners)
         self.options = objects.options
-        self.numbers = [option.slot.value() for option in self.options]
+        self.numbers = [float(option.slot.value()) for option in self.options]
         hooks = itertools.chain.from_iterable(map(_hooks, self.parameters))
         derived = [
             ("which parameters require a gradient", [each.requires_grad for each in self.parameters]),

@@ -22,14 +22,14 @@ import torch
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim
 
-from xla_amp.backends import dynamo, initial_state
+from xla_amp.backends import dynamo
 from xla_amp.common import events
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.programs.execute import flush
 from xla_amp.lazy.programs.metrics import metrics
-from xla_amp.lazy.steps import forward_hook
+from xla_amp.lazy.steps import forward_hook, optimizer_step
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import forks
 
@@ -167,24 +167,16 @@ def scale_is_updated() -> None:
         end_step()
 
 
-def _on_device(optimizer: torch.optim.Optimizer) -> bool:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            return bool(parameter.device.type == DEVICE_TYPE)
-    return False
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    if not _on_device(optimizer):
-        return None
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not optimizer_step.is_on_device(optimizer):
+        return
     if _step.armed == trace.generation and optimizer in _step.stepped:
         step_begins()
     trace.nodes = None  # what the optimizer records is part of a training step
-    return initial_state.before_step(optimizer, args, kwargs)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _on_device(optimizer):
+    if optimizer_step.is_on_device(optimizer):
         device_was_used()
         _step.open = -1
         if trace.code:

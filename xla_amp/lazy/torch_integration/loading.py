@@ -1,4 +1,4 @@
-"""What is loaded: step counts go to the host, files of safetensors to the device.
+"""What is loaded: step counts of other libraries and on the CPU go to the host, files of safetensors to the device.
 
 ``torch.load(map_location="jax")`` moves them to the device with everything else, and each later step would wait for
 the device once for each parameter.
@@ -14,8 +14,8 @@ import torch
 from xla_amp.backends import initial_state
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE, require_here
 
-_COUNTS = ("step", "mu_product")
-"""Names of scalar state that torch.optim's classes read on the host, unless they are capturable or fused."""
+_COUNT = "step"
+"""The scalar that optimizers keep on the host; torch.optim's classes count on the device where the parameter is."""
 
 
 def load_state_dict(original: Callable[..., None], self: torch.optim.Optimizer, state_dict: Any) -> None:
@@ -29,13 +29,14 @@ def load_state_dict(original: Callable[..., None], self: torch.optim.Optimizer, 
 
 
 def _counts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[MutableMapping[str, Any], str]]:
-    names = _COUNTS if initial_state.is_torchs(initial_state.torchs_class(optimizer)) else _COUNTS[:1]
+    counts_there = initial_state.is_torchs(initial_state.torchs_class(optimizer))
     for group in optimizer.param_groups:
         if group.get("capturable") or group.get("fused"):
             continue
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            yield from ((state, name) for name in names if name in state)
+            if _COUNT in state and not (counts_there and parameter.device.type == DEVICE_TYPE):
+                yield state, _COUNT
 
 
 def _options(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -20,13 +21,13 @@ import torch.autograd.graph
 import torch.utils.dlpack
 from torch.storage import UntypedStorage
 
-from xla_amp.backends import dynamo, torch_registration
+from xla_amp.backends import dynamo, initial_state, torch_registration
 from xla_amp.common import interrupts
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import process_groups
 from xla_amp.lazy.programs.execute import sync
-from xla_amp.lazy.steps import step_marker
+from xla_amp.lazy.steps import optimizer_step, step_marker
 from xla_amp.lazy.tensors import storages, tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import (
@@ -280,6 +281,30 @@ def _make_state_of_scaler(original: Callable[..., None], self: Any, dev: torch.d
         self._scale, self._growth_tracker = self._scale.to(dev), self._growth_tracker.to(dev)
 
 
+def _with_torchs_step() -> dict[type, str]:
+    """torch.optim's classes, and subclasses to which torch gave a step when they made an optimizer -> its function."""
+    classes: list[Any] = [torch.optim.Optimizer]
+    for kind in classes:
+        classes += kind.__subclasses__()
+    steps = {kind: inspect.unwrap(kind.step) for kind in classes if "step" in vars(kind)}
+    others = {"Optimizer.step", "LBFGS.step"}
+    found = ((kind, step) for kind, step in steps.items() if initial_state.is_torchs(step))
+    return {kind: step.__qualname__ for kind, step in found if step.__qualname__ not in others}
+
+
+def _replace_steps() -> None:
+    for kind in _with_torchs_step():
+        hooked: Any = vars(kind)["step"]
+        has_hooks = getattr(hooked, "hooked", False)
+        step = hooked.__wrapped__ if has_hooks else hooked
+        torchs = next(each for each in kind.__mro__ if initial_state.is_torchs(each))
+        ours: Any = functools.wraps(step)(optimizer_step.replaced(step, torchs))
+        if has_hooks:  # which see the options as the user has set them
+            ours = torch.optim.Optimizer.profile_hook_step(ours)
+            ours.hooked = True
+        kind.step = ours  # type: ignore[attr-defined]
+
+
 def _iterate_loader(original: Callable[..., Any], self: Any) -> Any:
     step_marker.loop_begins()
     with forks.expected() if self.num_workers else contextlib.nullcontext():
@@ -388,6 +413,14 @@ PATCHES = (
         reason="Step counts that torch.load(map_location='jax') has put on the device would stay there, and each later "
         "step would read them, one by one. Only this method knows that state was loaded.",
         replace=loading.load_state_dict,
+    ),
+    PatchGroup(
+        names=tuple(f"torch.optim.{name}" for name in dict.fromkeys(_with_torchs_step().values())),
+        reason="They count their steps on the host, compute with a learning rate in Python and make state in the first "
+        "step: each step would be another program, or wait. torch has lists of devices for fused and capturable forms, "
+        "but no default of a device. Hooks cannot put options back where a step raises. Subclasses that have made an "
+        "optimizer before have their own, which is replaced, too.",
+        install=_replace_steps,
     ),
     PatchGroup(
         names=("torch.utils.data.DataLoader.__iter__",),

@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 
 from xla_amp.backends import base, devices
 from xla_amp.common import arguments
-from xla_amp.pytorch.optim.wrap import flag_of
+from xla_amp.pytorch.optim.wrap import flag_of, step_unless
 from xla_amp.pytorch.optim.wrap import wrap as wrap
 
 __all__ = ["SGD", "Adam", "AdamW", "wrap"]
@@ -137,11 +137,12 @@ class SGD(_SyncFree, torch.optim.SGD, _Fused):
     """`torch.optim.SGD` with a step that can be skipped on the device.
 
     Arguments are `torch.optim.SGD`'s; `foreach` has no effect, since one kernel steps all parameters.  As in torch,
-    `maximize` negates the gradient before weight decay is added.
+    `maximize` negates the gradient before weight decay is added.  Momentum with `dampening` is torch's step, as `wrap`
+    makes it: torch dampens from the second step on, so the host reads the flag until a step is not skipped.
 
     Raises:
         ValueError: an option out of its range.
-        RuntimeError: `differentiable` or ``fused=False`` was passed; from `step`: momentum has dampening.
+        RuntimeError: `differentiable` or ``fused=False`` was passed.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -152,15 +153,29 @@ class SGD(_SyncFree, torch.optim.SGD, _Fused):
         [1.0, 1.0]
     """
 
+    steps_as = torch.optim.SGD
+    """Tells `xla_amp.backends` whose step it has where momentum is dampened."""
+
+    def step(self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None) -> Any:
+        """As `_SyncFree.step`."""
+        if not any(group["momentum"] and group["dampening"] for group in self.param_groups):
+            return super().step(closure, found_inf=found_inf)
+        return step_unless(self, self._dampened, closure, flag_of(self, found_inf))
+
+    def _dampened(self) -> None:
+        step: Any = torch.optim.SGD.step
+        for group in self.param_groups:
+            group["fused"] = False  # which expects that momentum begins for all parameters at once
+        try:
+            (step.__wrapped__ if getattr(step, "hooked", False) else step)(self)
+        finally:
+            for group in self.param_groups:
+                group["fused"] = True
+
     def _step_group(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], scaling: _Scaling
     ) -> None:
         momentum = group["momentum"]
-        if momentum and group["dampening"]:
-            raise RuntimeError(
-                f"syncfree.SGD(momentum={momentum}, dampening={group['dampening']}): torch dampens from the second "
-                "step on, and only the device knows which that is; use syncfree.wrap(torch.optim.SGD(...))"
-            )
         if momentum:
             self._make_states(parameters, "momentum_buffer")
         torch._fused_sgd_(
@@ -261,7 +276,7 @@ def _by_device_and_dtype(
 def _number(value: float | Tensor, device: torch.device) -> Any:
     """A learning rate for the fused kernels: a number, or a tensor on the parameters' device."""
     if not isinstance(value, Tensor):
-        return value
+        return float(value)
     if value.device == device:
         return value.reshape(())
     return float(value) if value.device.type == "cpu" else value.to(device).reshape(())

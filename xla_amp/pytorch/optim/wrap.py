@@ -53,38 +53,47 @@ class _Skippable(Optimizer):
     """First base of the class that `wrap` makes; the optimizer's class is the second."""
 
     _step_supports_amp_scaling = True
-    wraps_next_class = True
+    steps_as: type[Optimizer]
 
     def step(self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None) -> Any:
-        from xla_amp.backends import capturable, skip_step  # only wrapped optimizers load them
-
-        flag, loss = flag_of(self, found_inf), None
-        if closure is not None:
-            wanted = inspect.signature(super().step).parameters.get("closure")
-            if wanted is not None and wanted.default is wanted.empty:  # LBFGS, which decides on the host anyway
-                return None if flag is not None and flag.item() else super().step(closure)
-            with torch.enable_grad():
-                loss = closure()
-        if (scale := getattr(self, "grad_scale", None)) is not None:
-            _divide(self, scale)
-        step = capturable.step_of(self) or super().step
-        with _without_scaling(self):
-            if flag is not None and devices.is_xla(flag.device.type):
-                skip_step.step_where_finite(self, flag, step)
-            elif flag is None or not flag.item():
-                step()
-        return loss
+        flag = flag_of(self, found_inf)
+        wanted = inspect.signature(super().step).parameters.get("closure")
+        if closure is not None and wanted is not None and wanted.default is wanted.empty:
+            # LBFGS, which decides on the host anyway
+            return None if flag is not None and flag.item() else super().step(closure)
+        return step_unless(self, super().step, closure, flag)
 
     # torch wraps an optimizer class's `step` in hooks, once. The hooks of the wrapped class run already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def __reduce__(self) -> Any:
-        return _rebuild, (type(self).__mro__[2], self.__getstate__())
+        return _rebuild, (self.steps_as, self.__getstate__())
+
+
+def step_unless(
+    optimizer: Optimizer, step: Callable[[], Any], closure: Callable[[], Any] | None, flag: Tensor | None
+) -> Any:
+    """Steps an optimizer by `step`, with the scaler's divisor of gradients, unless the flag is not zero."""
+    from xla_amp.backends import capturable, skip_step  # only wrapped optimizers load them
+
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    if (scale := getattr(optimizer, "grad_scale", None)) is not None:
+        _divide(optimizer, scale)
+    step = capturable.own_step(optimizer) or step
+    with _without_scaling(optimizer):
+        if flag is not None and devices.is_xla(flag.device.type):
+            skip_step.step_where_finite(optimizer, flag, step)
+        elif flag is None or not flag.item():
+            step()
+    return loss
 
 
 @functools.cache
 def _class(plain: type[Optimizer]) -> type[Optimizer]:
-    return type(f"Skippable{plain.__name__}", (_Skippable, plain), {"__doc__": plain.__doc__})
+    return type(f"Skippable{plain.__name__}", (_Skippable, plain), {"__doc__": plain.__doc__, "steps_as": plain})
 
 
 def _rebuild(plain: type[Optimizer], state: dict[str, Any]) -> Optimizer:
