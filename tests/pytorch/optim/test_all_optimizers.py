@@ -100,7 +100,7 @@ def test_twenty_steps_with_two_overflows(name):
         torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=1e-4, atol=atol)
 
 
-PROGRAMS = {"Adagrad": 2, "Rprop": 2}
+PROGRAMS = {"ASGD": 2, "Adagrad": 2, "Rprop": 2}
 """Optimizers whose state does not begin with zeros: their first step is another program."""
 
 
