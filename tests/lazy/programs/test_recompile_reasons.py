@@ -56,6 +56,25 @@ def test_one_warning_names_the_line_the_count_and_the_difference(device: torch.d
     assert "for a sequence that grows see docs/pytorch.md#sequences-that-grow" in text
 
 
+def test_a_program_is_compared_with_those_of_its_step(device: torch.device) -> None:
+    """A helper that trains several models: four of two programs each are none too many, and no other one is named."""
+
+    def train(width: int, batches: tuple[int, ...]) -> None:
+        model = torch.nn.Linear(3, width).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for rows in batches:
+            optimizer.zero_grad()
+            model(torch.ones(rows, 3).to(device)).sum().backward()
+            optimizer.step()
+            xla_amp.sync()
+
+    assert not warnings_of(lambda: [train(width, (2, 2, 1)) for width in (4, 5, 6, 7)])
+    (warning,) = warnings_of(lambda: train(8, (1, 2, 3, 4, 5, 6, 7)))
+    assert "compiled 6 programs" in str(warning.message)
+    assert "float32[8,3]" not in str(warning.message)
+    assert "input float32[6,3], input float32[5,3] before" in str(warning.message)
+
+
 DIFFERENCES: dict[str, tuple[Callable[[torch.Tensor, int], torch.Tensor], str]] = {
     "dtype": (
         lambda x, i: x.to((torch.float32, torch.bfloat16)[i]) * 2,

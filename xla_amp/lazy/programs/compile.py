@@ -17,7 +17,7 @@ from xla_amp.common.events import Place
 from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.tape import Tape
-from xla_amp.lazy.graph.trace import Instruction, Spec, rounding_cast
+from xla_amp.lazy.graph.trace import Buffer, Instruction, Spec, rounding_cast
 from xla_amp.lazy.programs import memory_layout, mesh, pjrt, weight_gradients
 from xla_amp.lowering.operand import Deferred, materialize
 
@@ -72,6 +72,10 @@ class XlaProgram:
     """Parameter -> its `jax.experimental.layout.Format`, where that is another one than JAX's default."""
     context: Context
     """What its operations know of the program."""
+    buffers: weakref.WeakSet[Buffer] = dataclasses.field(default_factory=weakref.WeakSet)
+    """What it reads and computes in its first run."""
+    trains: bool = False
+    """Whether that writes a buffer that it reads."""
     is_ready: bool = False
     """Whether it has its executable (`executables`)."""
     code_bytes: int = 0

@@ -305,7 +305,10 @@ def _launch(run: Run) -> list[Any]:
 def _build(run: Run) -> XlaProgram:
     specs = [buffer.spec for buffer in run.parameters]
     counts = len(run.floats), len(run.ints)
-    return build(run.key, run.numbers, specs, counts, len(run.streams), pjrt.platform())
+    program = build(run.key, run.numbers, specs, counts, len(run.streams), pjrt.platform())
+    program.buffers.update((*run.parameters, *run.targets))
+    program.trains = bool(run.overwritten)
+    return program
 
 
 def _execute(run: Run, program: XlaProgram) -> list[Any]:

@@ -1,7 +1,8 @@
 """Where compilations and host syncs come from: the user's lines, with how often and why.
 
 A line is the innermost one outside torch and this package.  A program is compared with the most similar of the last few
-that the same line compiled, when it is compiled, so nothing is kept for steps that repeat.  ``metrics.report()``
+that the same line compiled for the same step, when it is compiled, so nothing is kept for steps that repeat.  Programs
+are of one step if they have a buffer in common, such as a weight, or if neither writes one that it reads.  ``metrics.report()``
 lists the lines; ``XLA_AMP_DEBUG=recompile,sync`` logs each event (the logger of this module, level WARNING); and a line
 that compiles again and again is warned about once.
 """
@@ -22,15 +23,15 @@ import torch
 from xla_amp.common import compiling, config, events
 from xla_amp.errors import RecompileWarning
 from xla_amp.lazy.graph.tape import Node, Tape
-from xla_amp.lazy.graph.trace import Spec
+from xla_amp.lazy.graph.trace import Buffer, Spec
 from xla_amp.lazy.programs.compile import XlaProgram
 
 _log = logging.getLogger(__name__)
 
-_COMPARED = 4
-"""Programs of a line that a new one is compared with."""
+_COMPARED = 8
+"""Programs of a line among which a new one is compared with those of its step."""
 PATIENCE = 6
-"""Programs of one line at which it warns.  A training loop has up to three: first step, others, smaller last batch."""
+"""Programs of one step and line at which it warns.  A loop has up to three: first step, others, smaller last batch."""
 _ADVICE = (
     "Each shape, dtype and Python argument that shapes a program is another one: pad to few shapes "
     "(xla_amp.pad_to_bucket), or make the value a tensor; for a sequence that grows see "
@@ -38,11 +39,22 @@ _ADVICE = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Compiled:
+    """What is kept of a program that a line compiled."""
+
+    program: weakref.ref[XlaProgram]
+    buffers: weakref.WeakSet[Buffer]
+    trains: bool
+    count: int
+    """Programs of its step until then."""
+
+
 @dataclasses.dataclass
 class _Line:
     """The compilations of one line."""
 
-    last: deque[weakref.ref[XlaProgram]] = dataclasses.field(default_factory=lambda: deque(maxlen=_COMPARED))
+    last: deque[_Compiled] = dataclasses.field(default_factory=lambda: deque(maxlen=_COMPARED))
     programs: int = 0
     newest: str = ""
     """The reason of the last one, or of the last captured step that was recorded again."""
@@ -75,17 +87,18 @@ def compiled(program: XlaProgram) -> None:
         if "recompile" in config.debug():
             _log.warning("%s: loaded a program that was compiled before", location or "a backward pass")
         return
-    reason = why(program, location)
+    reason, before = why(program, location), _of_its_step(program, location)
     line = _lines.setdefault(location, _Line())
-    line.last.appendleft(weakref.ref(program))
+    count = 1 + max((each.count for each in before), default=0)
+    line.last.appendleft(_Compiled(weakref.ref(program), program.buffers, program.trains, count))
     line.programs += 1
     if not reason:
         return
-    _again(location, f"compiled program {line.programs}", reason)
-    if line.programs == PATIENCE:
+    _again(location, f"compiled program {count}", reason)
+    if count == PATIENCE:
         file, _, number = location.rpartition(":")
         events.warn(
-            f"{location or 'a backward pass'} has compiled {line.programs} programs; the last time because {reason}. "
+            f"{location or 'a backward pass'} has compiled {count} programs; the last time because {reason}. "
             f"{_ADVICE}. XLA_AMP_DEBUG=recompile logs each, and metrics.report() counts them",
             RecompileWarning,
             at=(file or "<backward pass>", int(number or 0)),
@@ -93,11 +106,19 @@ def compiled(program: XlaProgram) -> None:
 
 
 def why(program: XlaProgram, location: str) -> str:
-    """How a new program differs from those that its line has compiled before; empty if there are none."""
-    if (line := _lines.get(location)) is None or not line.programs:
+    """How a new program differs from those of its step that its line has compiled before; empty if there are none."""
+    if not (step := _of_its_step(program, location)):
         return ""
-    before = [known for each in line.last if (known := each()) is not None]
+    before = [known for each in step if (known := each.program()) is not None]
     return _reason(before, program) if before else "the programs before were dropped (XLA_AMP_PROGRAM_MEMORY)"
+
+
+def _of_its_step(program: XlaProgram, location: str) -> list[_Compiled]:
+    return [
+        each
+        for each in _lines.get(location, _Line()).last
+        if not (each.trains or program.trains) or any(buffer in each.buffers for buffer in program.buffers)
+    ]
 
 
 def captured_again(reason: str) -> None:

@@ -48,7 +48,7 @@ def enter(original: Callable[..., Any], self: Any) -> Any:
     if self.device in NAMES:
         _share_state(self.device)
         _open.regions.clear()  # in a region of another device, what follows is cast
-    elif getattr(self, "_xla_amp_asked", self._enabled) and not torch.is_autocast_enabled(DEVICE_TYPE):
+    elif (torch.is_autocast_enabled(self.device) or getattr(self, "_xla_amp_asked", False)) and not _is_on():
         frame = events.user_frame(events.LIBRARIES)
         line = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<unknown>", 0)
         if line not in _told and threading.current_thread() is threading.main_thread():
@@ -65,6 +65,10 @@ def leave(original: Callable[..., Any], self: Any, *error: Any) -> Any:
         _look()
         _open.regions[:] = [region for region in _open.regions if region.owner is not self]
     return result
+
+
+def _is_on() -> bool:
+    return torch.is_autocast_enabled(DEVICE_TYPE)
 
 
 def _share_state(device: str) -> None:
