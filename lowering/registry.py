@@ -16,7 +16,7 @@ schema type             what the function receives
 ``Tensor[]``            a list of the above
 ``Scalar``              a 0-d ``float64``/``int64`` array (*lifted*: its value never forces a new executable), or a
                         Python number: the schema's default, a bool, a complex, or an argument named in `static`
-``float``               a Python float, or a 0-d ``float64`` array for an argument named in `lifted`
+``float``               a Python float, or a 0-d ``float64`` array for an argument named in `lifted` or `dynamic`
 ``int``, ``int[]``      a Python number, a list of them; or 0-d ``int64`` arrays for an argument named in `dynamic`
 ``float[]``             a list of Python numbers
 ``ScalarType``          a NumPy dtype, or ``None``
@@ -67,7 +67,7 @@ class Lowering:
     static: frozenset[str]
     """Number arguments that are constants of the program (a new value recompiles), e.g. the exponent of ``pow``."""
     dynamic: frozenset[str]
-    """Integer arguments that are Python numbers at first, and 0-d ``int64`` arrays once their values have differed."""
+    """Number arguments that are Python numbers at first, and 0-d arrays once their values have differed."""
     lifted: frozenset[str]
     """``float`` arguments that are data: a new value never recompiles, e.g. a fused optimizer's learning rate."""
     mutates: tuple[str, ...]
@@ -104,9 +104,9 @@ def register(
         names: ATen names with overload (``"add.Tensor"``) or ``"library::name.overload"``.
         static: number arguments that the function needs as Python constants.
         lifted: ``float`` arguments that arrive as data (``Scalar`` arguments always do).
-        dynamic: integer arguments (also in lists) that the function accepts as Python numbers and as 0-d arrays: a
-            shift, an index, a diagonal.  They may not shape the result.  The engine passes arrays where a new value
-            would otherwise compile the same program again.
+        dynamic: number arguments (also in lists) that the function accepts as Python numbers and as 0-d arrays: a
+            shift, an index, a diagonal, a probability.  They may not shape the result.  The engine passes arrays where
+            a new value would otherwise compile the same program again.
         mutates: arguments that the operation writes, in the order in which the function returns their new values.
         takes: deferred operands that the function can use better than arrays: `xla_amp.lowering.Permuted`,
             `xla_amp.lowering.OneHot`.

@@ -31,8 +31,8 @@ class Attention:
     """[batch, key heads, columns, features of the result]."""
     bias: jax.Array | None = None
     """Added to the scores, broadcast to [batch, heads, rows, columns]; or a boolean mask, true where visible."""
-    dropout: float = 0.0
-    """Probability that a weight is dropped."""
+    dropout: Any = 0.0
+    """Probability that a weight is dropped, a number or an array."""
     causal: bool = False
     """Row i sees columns 0 to i."""
     given_scale: float | None = None
@@ -111,7 +111,7 @@ class Attention:
     def dropout_mask(self, rng: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """0 for dropped weights, 1 / (1 - dropout) for the others."""
         keep = jax.random.bernoulli(rng, 1 - self.dropout, shape)
-        return jnp.where(keep, np.asarray(1 / (1 - self.dropout), opmath(self.dtype)), 0)
+        return jnp.where(keep, as_dtype(1 / (1 - self.dropout), opmath(self.dtype)), 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

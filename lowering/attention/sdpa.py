@@ -6,6 +6,8 @@ same properties of the call, so both draw the same dropout mask.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -38,13 +40,18 @@ def form_of(call: Attention) -> AttentionForm:
     return forms.choose("scaled_dot_product_attention", forms_of(call.platform), call)
 
 
-@register("_scaled_dot_product_fused_attention_overrideable", takes=(Permuted,))
+def _drops(dropout: Any) -> bool:
+    """Whether weights may be dropped; a probability that has differed between steps is an array."""
+    return not isinstance(dropout, (int, float)) or dropout > 0
+
+
+@register("_scaled_dot_product_fused_attention_overrideable", takes=(Permuted,), dynamic=("dropout_p",))
 def attention(
     query: Operand,
     key: Operand,
     value: Operand,
     bias: Operand | None = None,
-    dropout: float = 0.0,
+    dropout: Any = 0.0,
     causal: bool = False,
     return_debug_mask: bool = False,
     *,
@@ -62,7 +69,7 @@ def attention(
         dropout=dropout,
         causal=causal,
         given_scale=scale,
-        rng=rng if dropout > 0 else None,
+        rng=rng if _drops(dropout) else None,
         platform=platform,
         partitioned=partitioned,
     )
@@ -71,7 +78,7 @@ def attention(
     return output, logsumexp, None, None, None, None, seed, None, None
 
 
-@register("_scaled_dot_product_fused_attention_overrideable_backward", takes=(Permuted,))
+@register("_scaled_dot_product_fused_attention_overrideable_backward", takes=(Permuted,), dynamic=("dropout_p",))
 def attention_backward(
     grad: Operand,
     query: Operand,
@@ -85,7 +92,7 @@ def attention_backward(
     cum_seq_k: None,
     max_q: int,
     max_k: int,
-    dropout: float,
+    dropout: Any,
     causal: bool,
     seed: Operand | None,
     offset: None,
@@ -96,7 +103,7 @@ def attention_backward(
 ) -> tuple[jax.Array | None, ...]:
     """Gradients of query, key, value and bias, each None unless `wanted`."""
     rng = None
-    if dropout > 0 and seed is not None:
+    if _drops(dropout) and seed is not None:
         rng = jax.random.wrap_key_data(as_dtype(materialize(seed), np.uint32), impl="threefry2x32")
     call = Attention(
         query=query,

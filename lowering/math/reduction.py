@@ -116,7 +116,7 @@ def histc(x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Arra
 # -- moments: two passes in opmath; inf or NaN if the correction is not below the number of elements ------------------
 
 
-@register("var_mean.correction", static=("correction",))
+@register("var_mean.correction", static=("correction",), dynamic=("correction",))
 def var_mean(
     x: jax.Array, dim: Dim = None, *, correction: Any = None, keepdim: bool = False
 ) -> tuple[jax.Array, jax.Array]:
@@ -124,12 +124,12 @@ def var_mean(
     axis, x = axes(dim, x.ndim), up(x)
     center = jnp.mean(x, axis=axis, keepdims=True)
     count = math.prod(x.shape[a] for a in axis)
-    freedom = max(count - (1 if correction is None else correction), 0)
+    freedom = jnp.maximum(count - (1 if correction is None else correction), 0)
     squares = jnp.sum(jnp.square(jnp.abs(x - center)), axis=axis, keepdims=keepdim)
-    return squares / np.asarray(freedom, squares.dtype), center if keepdim else jnp.squeeze(center, axis)
+    return squares / as_dtype(freedom, squares.dtype), center if keepdim else jnp.squeeze(center, axis)
 
 
-@register("var.correction", static=("correction",))
+@register("var.correction", static=("correction",), dynamic=("correction",))
 def var(x: jax.Array, dim: Dim = None, *, correction: Any = None, keepdim: bool = False) -> jax.Array:
     """Variance with divisor ``count - correction`` (1 by default)."""
     return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]

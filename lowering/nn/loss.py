@@ -38,19 +38,18 @@ def _per_element(grad: jax.Array, reduction: int, count: int) -> jax.Array:
 # -- elementwise: a loss of (input, target) and its derivative in the input -------------------------------------------
 
 
-def _huber(difference: Any, delta: float) -> Any:
+def _huber(difference: Any, delta: Any) -> Any:
     size = jnp.abs(difference)
     return jnp.where(size <= delta, 0.5 * size * size, delta * (size - 0.5 * delta))
 
 
-def _smooth_l1(difference: Any, beta: float) -> Any:
+def _smooth_l1(difference: Any, beta: Any) -> Any:
     size = jnp.abs(difference)
-    return size if beta == 0 else jnp.where(size < beta, 0.5 * size * size / beta, size - 0.5 * beta)
+    return jnp.where(size < beta, 0.5 * size * size / beta, size - 0.5 * beta)
 
 
-def _smooth_l1_slope(difference: Any, beta: float) -> Any:
-    inner = difference / beta if beta else jnp.zeros_like(difference)
-    return jnp.where(difference <= -beta, -1.0, jnp.where(difference >= beta, 1.0, inner))
+def _smooth_l1_slope(difference: Any, beta: Any) -> Any:
+    return jnp.where(difference <= -beta, -1.0, jnp.where(difference >= beta, 1.0, difference / beta))
 
 
 _ELEMENTWISE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -75,13 +74,16 @@ _ELEMENTWISE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def _define(name: str, loss: Callable[..., Any], slope: Callable[..., Any]) -> None:
-    @register(name)
-    def forward(x: jax.Array, target: jax.Array, reduction: int = _MEAN, *parameters: float) -> jax.Array:
-        return _reduce(loss(up(x), up(target), *parameters), reduction)
+    @register(name, dynamic=("delta", "beta"))
+    def forward(x: jax.Array, target: jax.Array, reduction: int = _MEAN, *parameters: Any) -> jax.Array:
+        x = up(x)
+        return _reduce(loss(x, up(target), *(as_dtype(number, x.dtype) for number in parameters)), reduction)
 
-    @register(f"{name}_backward")
-    def backward(grad: jax.Array, x: jax.Array, target: jax.Array, reduction: int, *parameters: float) -> jax.Array:
-        grad_x: jax.Array = slope(up(x), up(target), *parameters) * _per_element(grad, reduction, x.size)
+    @register(f"{name}_backward", dynamic=("delta", "beta"))
+    def backward(grad: jax.Array, x: jax.Array, target: jax.Array, reduction: int, *parameters: Any) -> jax.Array:
+        x = up(x)
+        numbers = (as_dtype(number, x.dtype) for number in parameters)
+        grad_x: jax.Array = slope(x, up(target), *numbers) * _per_element(grad, reduction, x.size)
         return grad_x
 
 

@@ -57,16 +57,20 @@ def _normalized_gradient(grad: jax.Array, normalized: jax.Array, rstd: jax.Array
     return rstd * (grad - mean - normalized * projection)
 
 
+def _inverse_deviation(variance: jax.Array, eps: Any) -> jax.Array:
+    return lax.rsqrt(variance + as_dtype(eps, variance.dtype))
+
+
 # -- layer norm -------------------------------------------------------------------------------------------------------
 
 
-@register("native_layer_norm")
+@register("native_layer_norm", dynamic=("eps",))
 def native_layer_norm(
     x: jax.Array,
     normalized_shape: Sequence[int],
     weight: jax.Array | None,
     bias: jax.Array | None,
-    eps: float,
+    eps: Any,
     *,
     platform: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -79,11 +83,11 @@ def native_layer_norm(
     x = up(x)
     inner = tuple(range(x.ndim - len(normalized_shape), x.ndim))
     mean, variance = _statistics(x, inner)
-    rstd = lax.rsqrt(variance + eps)
+    rstd = _inverse_deviation(variance, eps)
     y = _affine((x - mean) * rstd, weight, bias)
     if platform == "gpu" and x.size:
         mean, variance = _statistics_in_one_pass(x, inner)
-        mean, rstd = lax.optimization_barrier((mean, lax.rsqrt(variance + eps)))
+        mean, rstd = lax.optimization_barrier((mean, _inverse_deviation(variance, eps)))
     return y, mean, rstd
 
 
@@ -123,7 +127,7 @@ def _by_channel(parameter: jax.Array | None, group: int) -> jax.Array | None:
     return None if parameter is None else parameter.reshape(1, group, -1, 1)
 
 
-@register("native_group_norm")
+@register("native_group_norm", dynamic=("eps",))
 def native_group_norm(
     x: jax.Array,
     weight: jax.Array | None,
@@ -132,11 +136,11 @@ def native_group_norm(
     C: int,
     HxW: int,
     group: int,
-    eps: float,
+    eps: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     grouped = up(x).reshape(N, group, C // group, HxW)
     mean, variance = _statistics(grouped, (2, 3))
-    rstd = lax.rsqrt(variance + eps)
+    rstd = _inverse_deviation(variance, eps)
     y = _affine((grouped - mean) * rstd, _by_channel(weight, group), _by_channel(bias, group))
     return y.reshape(x.shape), mean[..., 0, 0], rstd[..., 0, 0]
 
@@ -227,6 +231,7 @@ def _update_running(running: jax.Array | None, value: jax.Array, momentum: Any) 
     "native_batch_norm",
     mutates=("running_mean", "running_var"),
     lifted=("momentum",),
+    dynamic=("eps",),
 )
 def native_batch_norm(
     x: jax.Array,
@@ -236,7 +241,7 @@ def native_batch_norm(
     running_var: jax.Array | None,
     training: bool,
     momentum: Any,
-    eps: float,
+    eps: Any,
     *,
     outs: Sequence[jax.ShapeDtypeStruct],
     platform: str,
@@ -255,7 +260,7 @@ def native_batch_norm(
         running_var = _update_running(running_var, variance * (count / max(count - 1, 1)), momentum)
     else:
         mean, variance = as_dtype(running_mean, x.dtype), as_dtype(running_var, x.dtype)
-    rstd = lax.rsqrt(variance + eps)
+    rstd = _inverse_deviation(variance, eps)
     factor = rstd if weight is None else rstd * as_dtype(weight, x.dtype)
     y = _affine(x - mean.reshape(shape), factor.reshape(shape), None if bias is None else bias.reshape(shape))
     if math.prod(outs[1].shape) == 0:  # in evaluation torch's CPU kernel saves nothing, its meta kernel does
@@ -263,14 +268,14 @@ def native_batch_norm(
     return [y, mean, rstd, *(a for a in (running_mean, running_var) if a is not None)]
 
 
-@register("_native_batch_norm_legit.no_stats", lifted=("momentum",))
+@register("_native_batch_norm_legit.no_stats", lifted=("momentum",), dynamic=("eps",))
 def batch_norm_without_statistics(
     x: jax.Array,
     weight: jax.Array | None,
     bias: jax.Array | None,
     training: bool,
     momentum: Any,
-    eps: float,
+    eps: Any,
     *,
     outs: Sequence[jax.ShapeDtypeStruct],
     platform: str,
@@ -278,7 +283,7 @@ def batch_norm_without_statistics(
     return native_batch_norm(x, weight, bias, None, None, True, momentum, eps, outs=outs, platform=platform)
 
 
-@register("_batch_norm_with_update", mutates=("running_mean", "running_var"), lifted=("momentum",))
+@register("_batch_norm_with_update", mutates=("running_mean", "running_var"), lifted=("momentum",), dynamic=("eps",))
 def batch_norm_with_update(
     x: jax.Array,
     weight: jax.Array | None,
@@ -286,7 +291,7 @@ def batch_norm_with_update(
     running_mean: jax.Array,
     running_var: jax.Array,
     momentum: Any,
-    eps: float,
+    eps: Any,
     *,
     outs: Sequence[jax.ShapeDtypeStruct],
     platform: str,
@@ -297,7 +302,7 @@ def batch_norm_with_update(
     return [*results[:3], jnp.zeros((0,), np.uint8), *results[3:]]
 
 
-@register("batch_norm_backward")
+@register("batch_norm_backward", dynamic=("eps",))
 def batch_norm_backward(
     grad: jax.Array,
     x: jax.Array,
@@ -307,7 +312,7 @@ def batch_norm_backward(
     save_mean: jax.Array | None,
     save_var: jax.Array | None,
     update: bool,
-    eps: float,
+    eps: Any,
     output_mask: Sequence[bool],
     reserve: jax.Array,
     *,
@@ -317,7 +322,7 @@ def batch_norm_backward(
     return native_batch_norm_backward(grad, x, weight, *statistics, update, eps, output_mask, platform=platform)
 
 
-@register("native_batch_norm_backward")
+@register("native_batch_norm_backward", dynamic=("eps",))
 def native_batch_norm_backward(
     grad: jax.Array,
     x: jax.Array,
@@ -327,7 +332,7 @@ def native_batch_norm_backward(
     save_mean: jax.Array | None,
     save_invstd: jax.Array | None,
     train: bool,
-    eps: float,
+    eps: Any,
     output_mask: Sequence[bool],
     *,
     platform: str,
@@ -336,7 +341,7 @@ def native_batch_norm_backward(
     axes, shape = _over_channels(x)
     grad, x = up(written(grad, grad.dtype, platform)), up(x)
     mean = as_dtype(save_mean if train else running_mean, x.dtype)
-    rstd = as_dtype(save_invstd, x.dtype) if train else lax.rsqrt(as_dtype(running_var, x.dtype) + eps)
+    rstd = as_dtype(save_invstd, x.dtype) if train else _inverse_deviation(as_dtype(running_var, x.dtype), eps)
     centered = x - mean.reshape(shape)
     grad_bias, grad_weight = jnp.sum(grad, axis=axes), jnp.sum(grad * centered, axis=axes)
     if x.size:  # without elements the deviation is NaN, and the gradient zero

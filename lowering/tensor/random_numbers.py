@@ -37,28 +37,30 @@ def coin(rng: Any, probability: Any, shape: Sequence[int]) -> jax.Array:
     if isinstance(probability, (int, float)):
         words = round(probability * _WORD)
         return jnp.ones(shape, jnp.bool_) if words >= _WORD else bits < jnp.uint32(max(words, 0))
-    return as_dtype(bits, jnp.float64) < jnp.round(as_dtype(probability, jnp.float64) * _WORD)
+    words = jnp.round(as_dtype(probability, jnp.float64) * _WORD)
+    below = bits < as_dtype(jnp.clip(words, 0, _WORD - 1), jnp.uint32)
+    return below | jnp.broadcast_to(words >= _WORD, shape)
 
 
 # -- dropout ----------------------------------------------------------------------------------------------------------
 
 
-@register("native_dropout")
-def native_dropout(x: jax.Array, p: float, train: bool | None, *, rng: Any) -> tuple[jax.Array, jax.Array]:
+@register("native_dropout", dynamic=("p",))
+def native_dropout(x: jax.Array, p: Any, train: bool | None, *, rng: Any) -> tuple[jax.Array, jax.Array]:
     """`x` with elements zeroed at probability `p` and the rest scaled by 1 / (1 - p); and the mask of kept elements."""
     if train is False:
         return x, jnp.ones(x.shape, jnp.bool_)
     keep = coin(rng, 1 - p, x.shape)
-    scale = 0.0 if p == 1 else 1 / (1 - p)
     x = up(x)
-    return jnp.where(keep, x * np.asarray(scale, x.dtype), jnp.zeros((), x.dtype)), keep
+    scale = 0.0 if isinstance(p, (int, float)) and p == 1 else 1 / (1 - p)
+    return jnp.where(keep, x * as_dtype(scale, x.dtype), jnp.zeros((), x.dtype)), keep
 
 
-@register("native_dropout_backward")
-def native_dropout_backward(grad: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
+@register("native_dropout_backward", dynamic=("scale",))
+def native_dropout_backward(grad: jax.Array, mask: jax.Array, scale: Any) -> jax.Array:
     """The gradient where the mask is true, scaled."""
     grad = up(grad)
-    return jnp.where(mask, grad * np.asarray(scale, grad.dtype), jnp.zeros((), grad.dtype))
+    return jnp.where(mask, grad * as_dtype(scale, grad.dtype), jnp.zeros((), grad.dtype))
 
 
 # -- fills of a tensor in place ---------------------------------------------------------------------------------------

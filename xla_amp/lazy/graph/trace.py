@@ -95,11 +95,11 @@ class Instruction:
         "floats",
         "id",
         "inputs",
-        "integers",
         "ints",
         "location",
         "minor",
         "name",
+        "numbers",
         "outs",
         "random",
         "takes",
@@ -120,7 +120,7 @@ class Instruction:
         minor: Mapping[str, Mapping[int, Numbers]] = MappingProxyType({}),
         constants: Mapping[str, Any] = MappingProxyType({}),
         family: Family | None = None,
-        integers: Numbers = (),
+        numbers: tuple[float, ...] = (),
     ) -> None:
         self.name = name
         self.emit = emit
@@ -141,8 +141,8 @@ class Instruction:
         self.traced: dict[Any, Any] = {}
         """Context -> `emit` as JAX has traced it (`compile`)."""
         self.family = family
-        self.integers = integers
-        """The integers, such as the start of a slice, by which this differs from others of its family."""
+        self.numbers = numbers
+        """The numbers, such as the start of a slice, by which this differs from others of its family."""
         self.location = events.user_location()
         """``file:line`` of the user's code that recorded it first; empty in a backward pass."""
         self.id = next(_ids)
@@ -187,23 +187,23 @@ def instruction_of(number: int) -> Instruction:
 
 
 class Family:
-    """Instructions that differ in a few integers only, and the one that takes these integers as data.
+    """Instructions that differ in a few numbers only, and the one that takes these numbers as data.
 
-    An instruction with constants is the faster one, as XLA folds the slices of a fused projection.  `dynamic_ints`
+    An instruction with constants is the faster one, as XLA folds the slices of a fused projection.  `dynamic_numbers`
     decides at a flush where the other one is needed.
     """
 
     __slots__ = ("__weakref__", "_dynamic", "_make", "number")
 
     def __init__(self, make: Callable[[], Instruction]) -> None:
-        """`make` returns the instruction whose `ints` are the constants of the others."""
+        """`make` returns the instruction whose `floats` and `ints` end with the constants of the others."""
         self._make = make
         self._dynamic: Instruction | None = None
         self.number = ~next(_families)
         """A negative number, which no instruction has."""
 
     def dynamic(self) -> Instruction:
-        """The instruction that takes the integers as data."""
+        """The instruction that takes the numbers as data."""
         if self._dynamic is None:
             self._dynamic = self._make()
             self._dynamic.family = self  # which lives as long as one of its instructions

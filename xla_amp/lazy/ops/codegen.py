@@ -107,24 +107,24 @@ class _Operation:
         )
         outs = new_results + written
         family = self._family(values, outs)
-        integers = tuple(
+        numbers = tuple(
             number
             for argument, value in zip(self.inputs, values, strict=True)
-            for number in self._ints(argument, value)
+            for number in self._numbers(argument, value)
         )
-        return self._instruction(values, outs, frozenset(), family, integers if family else ())
+        return self._instruction(values, outs, frozenset(), family, numbers if family else ())
 
-    def _ints(self, argument: SchemaArgument, value: Any) -> tuple[int, ...]:
-        """The integers of an argument that may become data."""
+    def _numbers(self, argument: SchemaArgument, value: Any) -> tuple[float, ...]:
+        """The numbers of an argument that may become data."""
         if argument.name not in self.lowering.dynamic:
             return ()
         numbers = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-        return numbers if all(type(number) is int for number in numbers) else ()
+        return numbers if all(type(number) in (float, int) for number in numbers) else ()
 
     def _family(self, values: Sequence[Any], outs: tuple[Spec | None, ...]) -> Family | None:
-        """The family of the calls that differ in integers only, if the lowering can take these as data."""
+        """The family of the calls that differ in numbers only, if the lowering can take these as data."""
         pairs = list(zip(self.inputs, values, strict=True))
-        dynamic = frozenset(argument.name for argument, value in pairs if self._ints(argument, value))
+        dynamic = frozenset(argument.name for argument, value in pairs if self._numbers(argument, value))
         if not dynamic:
             return None
         tensors = [
@@ -144,11 +144,14 @@ class _Operation:
         outs: tuple[Spec | None, ...],
         dynamic: frozenset[str],
         family: Family | None,
-        integers: tuple[int, ...],
+        numbers: tuple[float, ...],
     ) -> Instruction:
         """The instruction that takes the arguments in `dynamic` as data."""
         plan = _Plan(dynamic)
-        slots = [plan.slot(argument, value) for argument, value in zip(self.inputs, values, strict=True)]
+        pairs = zip(self.inputs, values, strict=True)
+        last = sorted(pairs, key=lambda pair: pair[0].name in dynamic)  # `dynamic_numbers` appends these to the others
+        found = {argument.name: plan.slot(argument, value) for argument, value in last}
+        slots = [found[argument.name] for argument in self.inputs]
         positions = {a.name: slot[1] for a, slot in zip(self.inputs, slots, strict=True) if slot[:1] == ("input",)}
         return Instruction(
             self.name,
@@ -168,7 +171,7 @@ class _Operation:
                 a.name: slot[1] for a, slot in zip(self.inputs, slots, strict=True) if slot[:1] == ("constant",)
             },
             family=family,
-            integers=integers,
+            numbers=numbers,
         )
 
     def _new_results(self, values: Sequence[Any]) -> tuple[Spec | None, ...]:
@@ -308,7 +311,7 @@ class _Plan:
     def __init__(self, dynamic: frozenset[str]) -> None:
         self.inputs = self.floats = self.ints = 0
         self.dynamic = dynamic
-        """Names of arguments whose integers are data."""
+        """Names of arguments whose numbers are data."""
 
     def slot(self, argument: SchemaArgument, value: Any) -> Any:
         """The slot of an argument: ("input", i), ("float", i), ("int", i), ("constant", value), or a list."""

@@ -18,7 +18,7 @@ from xla_amp.errors import KernelWarning, StepFailedError, XlaAmpError
 from xla_amp.lazy import dtypes, private_api
 from xla_amp.lazy.graph.trace import Buffer, Poisoned, trace
 from xla_amp.lazy.programs import (
-    dynamic_ints,
+    dynamic_numbers,
     executables,
     memory_layout,
     mesh,
@@ -255,8 +255,9 @@ def _choose(run: Run) -> None:
     if not run.repeats:
         program = _programs.get(run.key)
         if program is None and run.held is not None and not flush_begins.listeners:
-            if dynamic_ints.replace():
-                run.key, run.ints = dataclasses.replace(run.key, code=tuple(trace.code)), list(trace.ints)
+            if dynamic_numbers.replace():
+                run.key = dataclasses.replace(run.key, code=tuple(trace.code))
+                run.floats, run.ints = list(trace.floats), list(trace.ints)
                 program = _programs.get(run.key)
             program = program or _donating_more(run)
     run.program, run.is_new = program, program is None

@@ -2,9 +2,9 @@
 
 A line is the innermost one outside torch and this package.  A program is compared with the most similar of the last few
 that the same line compiled for the same step, when it is compiled, so nothing is kept for steps that repeat.  Programs
-are of one step if they have a buffer in common, such as a weight, or if neither writes one that it reads.  ``metrics.report()``
-lists the lines; ``XLA_AMP_DEBUG=recompile,sync`` logs each event (the logger of this module, level WARNING); and a line
-that compiles again and again is warned about once.
+are of one step if they have a buffer in common, such as a weight, or if neither writes one that it reads.
+``metrics.report()`` lists the lines; ``XLA_AMP_DEBUG=recompile,sync`` logs each event (the logger of this module, level
+WARNING); and a line that compiles again and again is warned about once.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The rule: **a program of more than `trace.FIRST_LOOK` operations ends where what
 one after it.**
 
 What began it is the module that was called first in it.  Where none was called, it is the operation that was recorded
-at the first look: the program ends after the next one that is equal but for dynamic integers (`Family`).
+at the first look: the program ends after the next one that is equal but for dynamic numbers (`Family`).
 
 With gradients a repetition is probably a part of a step: then the rule is for programs of more than `LONG` operations,
 and for modules only.  Until an optimizer has made a step, a shorter one ends where the next forward pass begins after

@@ -194,7 +194,7 @@ def _window_instruction(name: str, emit: Any, out: Spec, inputs: int, key: Any, 
     family = _families.get((name, *key))
     if family is None:
         family = _families[name, *key] = Family(lambda: Instruction(name, emit, (out,), inputs, ints=len(starts)))
-    return Instruction(name, emit, (out,), inputs, family=family, integers=starts)
+    return Instruction(name, emit, (out,), inputs, family=family, numbers=starts)
 
 
 def write(tensor: torch.Tensor, number: int, repeatedly: bool = False) -> None:
