@@ -2,11 +2,11 @@
 
     python scripts/check_versions.py                      # the default tests, each row of MATRIX
     python scripts/check_versions.py --full               # all tests
-    python scripts/check_versions.py --rows jax-0.12 --again
-    python scripts/check_versions.py --rows jax-0.12 --env /path/to/venv    # an environment that is there already
+    python scripts/check_versions.py --rows newest-3.12 --again
+    python scripts/check_versions.py --rows newest-3.12 --env /path/to/venv    # an environment that is there already
 
-Each row has its own environment under build/versions, used again when it is there; pip downloads torch, which can be
-gigabytes.  Other versions warn of other things, so warnings are no errors.  A row that has no result of this day's
+Each row has its own environment under build/versions, used again when it is there, of a Python that is found by its
+name, ``python3.12`` (with pyenv: ``PYENV_VERSION=3.11.7:3.12.1:3.13.0``); pip downloads torch, which can be gigabytes.  Other versions warn of other things, so warnings are no errors.  A row that has no result of this day's
 commit is run; the table benchmarks/results/versions.md keeps the others'.
 """
 
@@ -53,12 +53,15 @@ class Row:
 
 
 MATRIX = (
-    Row(name="torch-2.10", python="3.11", torch="2.10", jax="0.10", why="the oldest torch with the lazy device"),
-    Row(name="torch-2.11", python="3.12", torch="2.11", jax="0.11", why="what a machine of today has"),
+    Row(name="oldest-3.11", python="3.11", torch="2.10", jax="0.10.0", why="the oldest torch with the lazy device"),
+    Row(name="oldest-3.12", python="3.12", torch="2.10", jax="0.10.0", why="the same with Python 3.12"),
+    Row(name="oldest-3.13", python="3.13", torch="2.10", jax="0.10.0", why="the same with Python 3.13"),
     Row(name="pinned", python="3.11", torch="2.13", jax="0.10", why="constraints.txt"),
-    Row(name="jax-0.11", python="3.12", torch="2.13", jax="0.11", why="JAX 0.11 needs Python 3.12"),
-    Row(name="jax-0.12", python="3.12", torch="2.13", jax="0.12", why="the newest JAX"),
-    Row(name="newest", python="3.13", torch="2.15", jax="0.12", why="the newest of everything"),
+    Row(name="jax-0.11", python="3.12", torch="2.13", jax="0.11", why="JAX between the oldest and the newest"),
+    Row(name="newest-3.11", python="3.11", torch="2.14", jax="0.10", why="JAX 0.11 needs Python 3.12"),
+    Row(name="newest-3.12", python="3.12", torch="2.14", jax="0.12", why="the newest JAX"),
+    Row(name="newest-3.13", python="3.13", torch="2.14", jax="0.12", why="the newest Python"),
+    Row(name="torch-2.15", python="3.13", torch="2.15", jax="0.12", why="the newest torch"),
 )
 
 

@@ -25,6 +25,9 @@ def test_versions_are_within_the_bounds_of_pyproject():
         assert row.jax in bounds["jax"]
         assert f"Programming Language :: Python :: {row.python}" in project["classifiers"]
     assert {row.python for row in check_versions.MATRIX} == {"3.11", "3.12", "3.13"}
+    workflow = (ROOT / ".github/workflows/full.yml").read_text()
+    elsewhere = [(row.name, row.python) for row in check_versions.MATRIX if row.name != "pinned"]
+    assert re.findall(r'row: (\S+), python: "(\S+)"', workflow) == elsewhere
 
 
 @pytest.mark.parametrize("platform", hardware_day.PLATFORMS)
