@@ -39,11 +39,14 @@ def parse(data: bytes, kind: HloFormat) -> ir.MlirModule:
         ModuleError: JAX cannot read it, or StableHLO lacks an operation of it.
     """
     from jax.extend import mlir
-    from jaxlib import _hlo  # type: ignore[attr-defined]
 
     try:
+        from jaxlib import _hlo as parser  # type: ignore[attr-defined]
+    except ImportError:  # before JAX 0.10.2
+        from jaxlib import _jax as parser
+    try:
         if kind == "HLO text":
-            proto = _hlo.hlo_module_from_text(data.decode()).as_serialized_hlo_module_proto()
+            proto = parser.hlo_module_from_text(data.decode()).as_serialized_hlo_module_proto()
         else:
             proto = _module_proto(data)
         module = ir.parse(mlir.hlo_to_stablehlo(proto))
