@@ -320,7 +320,7 @@ def test_tied_weights_are_written_once(way: str, device: torch.device, tmp_path:
     assert 800_000 < written < 1_200_000
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_torchscript_file_without_weights_is_refused(device: torch.device, tmp_path: Path) -> None:
     module = torch.jit.script(nn.Linear(2, 3)).to(device)
     for save in (lambda: torch.jit.save(module, tmp_path / "m.pt"), module.save_to_buffer):
