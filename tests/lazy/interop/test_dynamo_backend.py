@@ -21,7 +21,7 @@ from xla_amp.lazy.steps import step_marker
 # Dynamo's look at the arguments of a function after a graph break.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit"),
 ]
 
 

