@@ -6,8 +6,9 @@
     python scripts/check_versions.py --rows newest-3.12 --env /path/to/venv    # an environment that is there already
 
 Each row has its own environment under build/versions, used again when it is there, of a Python that is found by its
-name, ``python3.12`` (with pyenv: ``PYENV_VERSION=3.11.7:3.12.1:3.13.0``); pip downloads torch, which can be gigabytes.  Other versions warn of other things, so warnings are no errors.  A row that has no result of this day's
-commit is run; the table benchmarks/results/versions.md keeps the others'.
+name, ``python3.12`` (with pyenv: ``PYENV_VERSION=3.11.7:3.12.1:3.13.0``); pip downloads torch, which can be gigabytes.
+Other versions warn of other things, so warnings are no errors.  A row that has no result of this day's commit is run;
+the table benchmarks/results/versions.md keeps the others'.
 """
 
 from __future__ import annotations
