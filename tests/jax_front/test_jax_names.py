@@ -84,6 +84,8 @@ def test_every_name_of_the_table_has_a_program():
 @pytest.mark.parametrize("name", NAMED)
 def test_functions_whose_products_need_float32(name):
     """Each name of the table is one of JAX's, and needed."""
+    if name in ("invpascal", "_owens_t_impl") and jax.__version_info__ < (0, 10, 2):
+        pytest.skip("JAX 0.10.2 and later")
     assert open_products(NAMED[name]), f"JAX's `{name}` asks for float32 itself: remove it from compat.NUMERICAL"
     found = list(equations(jax.make_jaxpr(NAMED[name])(MATRIX + 0).jaxpr))
     called = [inner.debug_info.func_src_info for eqn in found for inner in compat.sub_jaxprs(eqn.params)]
