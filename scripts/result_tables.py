@@ -21,6 +21,7 @@ import collections
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from xml.etree import ElementTree
@@ -175,7 +176,16 @@ entry has a gradient, backward, in float32; entries without float32 run in the f
 are not in the tables below agree within 1e-4, relative to each number, plus 1e-5, relative to the greatest number of
 its tensor (of at least 1); a tolerance is a factor on both.
 
-`scripts/result_tables.py operations` makes this list from `tests/helpers/limitations.toml`.
+`scripts/result_tables.py operations` makes this list from `tests/helpers/limitations.toml` and the table of lowerings.
+"""
+WITHOUT = """
+## Without a lowering
+
+Operations that a kernel of torch {version} for the CPU computes, and that raise `MissingLoweringError` on the lazy
+device. They are torch's internal ones, quantized or for one library, but for those of the first table.
+XLA_AMP_FALLBACK=cpu computes them on the CPU.
+
+{names}
 """
 TITLES = {
     "raises": "Not supported: a clear error",
@@ -189,6 +199,29 @@ TITLES = {
 def reason(row: Limitation) -> str:
     """The reason, and the condition if not all calls are affected."""
     return f"with `{row.where}`: {row.reason}" if row.where else row.reason
+
+
+def without_lowering() -> list[str]:
+    """Operations of torch's CPU that neither a kernel of the device nor a decomposition computes."""
+    import torch
+
+    import xla_amp
+    from xla_amp.lazy.ops import missing
+    from xla_amp.lazy.ops.operators import find, functional_variant
+
+    xla_amp.xla_device()
+    composite = ("CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+    names = []
+    for full in torch._C._dispatch_get_all_op_names():
+        library, _, name = full.partition("::")
+        operator = find(name) if library == "aten" and "_test" not in name and name != "_foobar" else None
+        if operator is None or any(argument.is_out for argument in operator._schema.arguments):
+            continue
+        has = operator.has_kernel_for_dispatch_key
+        runs = has("PrivateUse1") or any(map(has, composite)) or missing.decomposition(functional_variant(operator))
+        if not runs and torch._C._dispatch_has_kernel_for_dispatch_key(full, "CPU"):
+            names.append(name)
+    return sorted(names)
 
 
 def operations_text(rows: list[Limitation]) -> str:
@@ -205,9 +238,22 @@ def operations_text(rows: list[Limitation]) -> str:
     return "".join(parts)
 
 
+def without_lowering_text() -> str:
+    """The last section of the page."""
+    import torch
+
+    names = textwrap.fill(", ".join(f"`{name}`" for name in without_lowering()), 120, break_on_hyphens=False)
+    return WITHOUT.format(version=".".join(torch.__version__.split(".")[:2]), names=names)
+
+
 def write_operations(*, check: bool) -> None:
     """Writes the page; with `check` it only exits with 1 if the page is out of date."""
-    text = operations_text(list(limitations().values()))
+    text, section = operations_text(list(limitations().values())), without_lowering_text()
+    held = OPERATIONS.read_text("utf-8") if OPERATIONS.exists() else ""
+    known = re.search(r"kernel of torch ([0-9.]+) for the CPU", held)
+    if check and known and known[0] not in section:  # the names are those of another torch
+        section = held[held.index("\n## Without a lowering") :]
+    text += section
     if not check:
         OPERATIONS.write_text(text, "utf-8")
     elif not OPERATIONS.exists() or OPERATIONS.read_text("utf-8") != text:

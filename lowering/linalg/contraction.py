@@ -209,6 +209,12 @@ def mm(left: Operand, right: Operand, *, platform: str, wide: bool = False) -> j
     return contract(left, right, ((1,), (0,)), platform=platform, wide=wide)
 
 
+@register("_int_mm")
+def int_mm(left: jax.Array, right: jax.Array) -> jax.Array:
+    """The product of int8 matrices in int32."""
+    return jnp.matmul(left, right, preferred_element_type=jnp.int32)
+
+
 @register("bmm", takes=(Permuted,))
 def bmm(left: Operand, right: Operand, *, platform: str, wide: bool = False) -> jax.Array:
     return contract(left, right, ((2,), (1,)), ((0,), (0,)), platform=platform, wide=wide)

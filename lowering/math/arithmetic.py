@@ -91,6 +91,11 @@ def power(base: jax.Array, exponent: jax.Array) -> jax.Array:
     return jnp.where(exponent < 0, inverse, result)
 
 
+def _of_infinite_shape(a: jax.Array, x: jax.Array, limit: int, otherwise: jax.Array) -> jax.Array:
+    """The limit of an incomplete gamma function for an infinite shape `a`; two infinities give NaN, as in torch."""
+    return jnp.where(jnp.isposinf(a), jnp.where(jnp.isposinf(x) | jnp.isnan(x), jnp.nan, limit), otherwise)
+
+
 Table = Mapping[tuple[str, ...], Binary]
 
 LINEAR: Table = {
@@ -114,8 +119,8 @@ ARITHMETIC: Table = {
 FLOAT: Table = {
     ("atan2",): jnp.arctan2,
     ("copysign.Scalar", "copysign.Tensor"): jnp.copysign,
-    ("igamma",): special.gammainc,
-    ("igammac",): special.gammaincc,
+    ("igamma",): lambda a, x: _of_infinite_shape(a, x, 0, special.gammainc(a, x)),
+    ("igammac",): lambda a, x: _of_infinite_shape(a, x, 1, special.gammaincc(a, x)),
     ("special_zeta", "special_zeta.other_scalar", "special_zeta.self_scalar"): special.zeta,
 }
 
@@ -211,6 +216,16 @@ _register_all(
         (BITWISE, _in_common),
     )
 )
+
+
+for _direction, _shift in (("left", jnp.left_shift), ("right", jnp.right_shift)):
+    _name = f"__i{_direction[0]}shift__"
+    register(f"{_name}.Scalar", f"{_name}.Tensor", mutates=("self",))(_in_common(_shift))
+
+
+@register("_add_relu.Tensor")
+def add_relu(x: Any, y: Any, alpha: Any = 1, *, common: Any) -> jax.Array:
+    return jnp.maximum(add(x, y, alpha, common=common), 0)
 
 
 @register("nextafter")

@@ -188,7 +188,9 @@ def _hurwitz_zeta(s: int, q: jax.Array) -> jax.Array:
         return jnp.where(below, q + 1, q), total + jnp.where(below, lax.integer_pow(q, -s), 0)
 
     q, total = lax.while_loop(lambda state: jnp.any(is_below(state[0])), step, (q, jnp.zeros_like(q)))
-    return total + special.zeta(jnp.asarray(s, q.dtype), q)
+    total += jnp.where(q == 0, jnp.inf, special.zeta(jnp.asarray(s, q.dtype), jnp.where(q == 0, 1, q)))
+    far = lax.integer_pow(1 / q, s - 1) * (1 / (s - 1) + 0.5 / q)  # JAX's has no limit for large numbers
+    return jnp.where(q > 1e9, far, jnp.where(jnp.isneginf(q), jnp.nan, total))
 
 
 @register("polygamma")

@@ -113,6 +113,13 @@ def histc(x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Arra
     return jnp.zeros((bins,), x.dtype).at[jnp.where(inside, index, bins)].add(1, mode="drop")
 
 
+@register("_aminmax", "_aminmax.dim")
+def both_ends(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Minimum and maximum."""
+    axis = axes(dim, x.ndim)
+    return jnp.min(x, axis=axis, keepdims=keepdim), jnp.max(x, axis=axis, keepdims=keepdim)
+
+
 # -- moments: two passes in opmath; inf or NaN if the correction is not below the number of elements ------------------
 
 

@@ -175,6 +175,7 @@ def threshold_backward(grad: jax.Array, x: jax.Array, limit: jax.Array, *, platf
     return written(passed, grad.dtype, platform)
 
 
+@register("rrelu_with_noise_", mutates=("self", "noise"))
 @register("rrelu_with_noise", mutates=("noise",))
 def rrelu_with_noise(
     x: jax.Array, noise: jax.Array, lower: Any = 0.125, upper: Any = 1 / 3, training: bool = False, *, rng: jax.Array

@@ -400,6 +400,21 @@ def safe_softmax(x: jax.Array, dim: int, dtype: np.dtype | None = None) -> jax.A
     return jnp.where(masked, 0, jax.nn.softmax(x, axis=dim))
 
 
+@register("_masked_softmax")
+def masked_softmax(x: jax.Array, mask: jax.Array, dim: int | None = None, mask_type: int | None = None) -> jax.Array:
+    """Softmax of what is not masked; `mask` is of the shape of `x`, or of its rows (0) or its padding (1)."""
+    batch, _, _, columns = x.shape if x.ndim == 4 else (1, 1, 1, 1)
+    shapes = {0: (1, 1, *mask.shape), 1: (batch, 1, 1, columns)}
+    mask = mask.reshape(shapes.get(2 if mask_type is None or x.ndim != 4 else mask_type, mask.shape))
+    return jax.nn.softmax(jnp.where(mask, -jnp.inf, up(x)), axis=-1 if dim is None else dim)
+
+
+@register("_masked_softmax_backward")
+def masked_softmax_backward(grad: jax.Array, output: jax.Array, mask: jax.Array, dim: int | None = None) -> jax.Array:
+    grad, output = up(grad), jnp.where(mask, 0, up(output))
+    return output * (grad - jnp.sum(grad * output, axis=-1 if dim is None else dim, keepdims=True))
+
+
 def _sum_along(x: jax.Array, dim: int) -> jax.Array:
     return jnp.sum(x, axis=dim if x.ndim else None, keepdims=True)
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.scipy import special
 
 from xla_amp.lowering.operand import as_dtype, is_half, opmath, up
 from xla_amp.lowering.registry import register
@@ -251,6 +252,38 @@ def standard_gamma_grad(shape: jax.Array, sample: jax.Array) -> jax.Array:
     """Derivative of a gamma number by its shape parameter (implicit reparameterization)."""
     gradient: jax.Array = lax.random_gamma_grad(up(shape), up(sample))
     return gradient
+
+
+_STEP = 0.1
+_SINH = np.pi * np.sinh(np.arange(-7.0, 3.3, _STEP))
+_LOG_POSITIONS = -np.logaddexp(0, -_SINH)
+_LOG_WEIGHTS = np.log(_STEP * np.pi * np.cosh(np.arange(-7.0, 3.3, _STEP))) + _LOG_POSITIONS - np.logaddexp(0, _SINH)
+"""Double exponential rule, for functions with singularities at the ends of (0, 1), or all of whose mass is near 0."""
+
+
+@register("_dirichlet_grad")
+def dirichlet_grad(x: jax.Array, alpha: jax.Array, total: jax.Array) -> jax.Array:
+    """``-(d/dalpha cdf(x)) / pdf(x) / (1 - x)`` of Beta(alpha, total - alpha), in float64.
+
+    The derivative of the distribution function is the integral of ``pdf(t) * (log(t) + digamma(total) -
+    digamma(alpha))`` over t, from 0 to x, or from x to 1 with the other sign where x is above the mean: there the
+    integrand has one sign and falls from its end at x.  It is integrated over ``(t / x) ** alpha``, from 0 to 1.
+    """
+    x, alpha, total = (as_dtype(value, jnp.float64) for value in (x, alpha, total))
+    x = jnp.clip(x, jnp.finfo(jnp.float64).tiny, 1 - jnp.finfo(jnp.float64).eps)
+    lower = x <= alpha / total
+    end, power = jnp.where(lower, x, 1 - x), jnp.where(lower, alpha, total - alpha)
+    shift, other = special.digamma(total) - special.digamma(alpha), jnp.where(lower, total - alpha, alpha) - 1
+
+    def add(node: jax.Array, integral: jax.Array) -> jax.Array:
+        log_position = jnp.asarray(_LOG_POSITIONS)[node] / power
+        t = end * jnp.exp(log_position)
+        log_t = jnp.where(lower, jnp.log(end) + log_position, jnp.log1p(-t))
+        rest = other * (jnp.log1p(-t) - jnp.log1p(-end))
+        return integral + jnp.exp(jnp.asarray(_LOG_WEIGHTS)[node] + rest) * (log_t + shift)
+
+    integral = lax.fori_loop(0, len(_SINH), add, jnp.zeros_like(end)) * end / power
+    return -jnp.where(lower, integral, -integral) / (1 - x)
 
 
 for _name, (_parameters, _draw) in DISTRIBUTIONS.items():

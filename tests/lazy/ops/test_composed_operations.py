@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from harness import assert_same, sample
+
+import xla_amp
 
 
 def windows(place: str) -> dict[str, Any]:
@@ -66,3 +69,17 @@ def test_euclidean_distances_of_few_and_many_rows_and_no_points(device: torch.de
         return found
 
     assert_same(distances, rtol=1e-6, atol=1e-7)
+
+
+def test_an_assertion_waits_for_nothing_and_raises_after_a_later_program(device: torch.device) -> None:
+    x = torch.arange(3.0).to(device).exp()
+    with xla_amp.testing.counts() as counts:
+        torch._assert_async((x > 0).all(), "holds")
+        torch._assert_async((x > 100).any(), "too small")
+        x = x + 1
+    assert counts.host_syncs == counts.executions == 0
+    with pytest.raises(RuntimeError, match=r"too small \(asserted at .*test_composed_operations.py:\d+\)"):
+        xla_amp.sync(wait=True)
+    assert x.tolist() == pytest.approx([2.0, 3.718, 8.389], rel=1e-3)
+    with pytest.raises(RuntimeError, match="with single nonzero value, but got zero"):
+        torch._assert_async(torch.zeros(1, dtype=torch.bool).to(device))  # the host knows its value

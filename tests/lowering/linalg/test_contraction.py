@@ -38,6 +38,12 @@ def test_a_product_is_rounded_once(name: str) -> None:
     check(name, *operands(name, BF16), beta=0.5, alpha=2.0, wide=True)
 
 
+def test_a_product_of_bytes_is_exact() -> None:
+    left, right = (torch.full((17, 64), value, dtype=torch.int8) for value in (-128, 127))
+    check("_int_mm", left, right.t())
+    check("_int_mm", sample(17, 64, dtype=torch.int8), sample(64, 8, dtype=torch.int8, seed=2))
+
+
 @together("name", ["addmm", "baddbmm"])
 def test_beta_zero_ignores_the_start(name: str) -> None:
     start, *factors = operands(name, F32)

@@ -61,6 +61,10 @@ def _positive(dtype: torch.dtype, least: int = 1) -> torch.Tensor:
     return sample(4, 5, dtype=dtype).abs() + least
 
 
+INF = math.inf
+ENDS = torch.tensor(
+    [[INF, INF, INF, 1.0, 0.0, 0.0, INF, 2.0, INF], [1.0, 0.0, INF, INF, 1.0, 0.0, 1e30, INF, math.nan]]
+)
 ROUNDED = torch.tensor([0.1, 0.2, 2.3, 4.5])
 SUMS = ("add", "sub", "rsub")
 
@@ -96,6 +100,13 @@ ROWS = [
         for name in ("eq", "fmod", "ge", "lt", "remainder")
     ),
     *(row(f"__{side}shift__.Tensor", "u", lambda d: (sample(4, 5, dtype=d), _positive(d) % 7)) for side in "lr"),
+    *(row(f"__i{side}shift__.Tensor", "iu", lambda d: (_positive(d), _positive(d) % 7)) for side in "lr"),
+    *(row(f"__i{side}shift__.Scalar", "iu", lambda d: (_positive(d), 2)) for side in "lr"),
+    row("_add_relu.Tensor", "f", lambda d: (sample(4, 5, dtype=d), sample(4, 5, dtype=d, seed=2)), alpha=-2),
+    # infinite shapes; far and at the poles
+    *(row(name, "fd", lambda d: (ENDS[0].to(d), ENDS[1].to(d))) for name in ("igamma", "igammac")),
+    row("polygamma", "fd", lambda d: (1, torch.tensor([math.inf, -math.inf, 0.0, 1e30, math.nan, 1e10, 2.5], dtype=d))),
+    *(row("polygamma", "f", lambda d, n=n: (n, torch.tensor([0.0, 1e12, 1e5, 0.5], dtype=d))) for n in (2, 3)),
     # one tensor and constants
     row("angle", "f", lambda d: (SPECIAL,)),
     row("frexp.Tensor", "fdhb", lambda d: (torch.cat([SPECIAL, torch.tensor([3e38, -7e-30])]).to(d),), rtol=0, atol=0),

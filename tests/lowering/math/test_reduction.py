@@ -32,6 +32,8 @@ RANGES = [-2.0, 2.0, -1.0, 3.0]
 
 REDUCED = [
     *(row(name, "f", lambda d: (EMPTY,)) for name in ("sum", "mean", "prod", "all", "any", "linalg_vector_norm")),
+    row("_aminmax", "f", lambda d: (with_nan(d),)),
+    row("_aminmax.dim", "fi", lambda d: (block(d), 1, True)),
     row("sum", "f", lambda d: (with_nan(d),)),
     *(row("sum.dim_IntList", "fi", lambda d, dim=dim: (block(d), dim)) for dim in ([], None)),
     row("sum.dim_IntList", "fbi", lambda d: (block(d), [1]), dtype=torch.float64),

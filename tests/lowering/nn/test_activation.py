@@ -93,6 +93,7 @@ ROWS = [
         )
         for eps in (None, 0.1)
     ),
+    row("rrelu_with_noise_", "fb", lambda d: (finite(d), torch.zeros_like(finite(d)), 0.125, 0.25, False), wide=True),
     row("mish", "fb", tame(), wide=True),
     row("mish_backward", "fb", backward(), wide=True),
     *(row(f"{name}_backward", "fbc", of_result, wide=True) for name in ("sigmoid", "tanh")),

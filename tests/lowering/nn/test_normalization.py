@@ -127,6 +127,16 @@ def test_log_softmax_of_long_rows_on_gpu_reads_them_once_for_both_sums() -> None
     assert [text.count("reduce_max") for text in reduced] == [0, 1]
 
 
+def test_softmax_with_a_mask_of_rows_of_padding_or_of_all() -> None:
+    x, grad = sample(2, 3, 5, 5), sample(2, 3, 5, 5, seed=2)
+    masks = {0: sample(5, 5, seed=3) > 0, 1: sample(2, 5, seed=4) > 0, 2: sample(2, 3, 5, 5, seed=5) > 0, None: x > 0}
+    for kind, mask in masks.items():
+        mask[..., 0] = False
+        check("_masked_softmax", x, mask, 3, kind)
+    check("_masked_softmax", x, masks[2])
+    check("_masked_softmax_backward", grad, aten._masked_softmax(x, masks[2], 3, 2), masks[2], 3)
+
+
 def test_softmax_of_rows_that_are_masked() -> None:
     for dtype in (F32, F64, BF16):
         x = sample(3, 4, dtype=dtype)

@@ -14,16 +14,19 @@ from typing import Any
 
 import torch
 
+from xla_amp.common import events
 from xla_amp.lazy.graph.trace import Poisoned
-from xla_amp.lazy.ops import dynamic_shape
+from xla_amp.lazy.ops import dynamic_shape, host_eval
 from xla_amp.lazy.ops.checks import shape_inference
 from xla_amp.lazy.ops.checks.argument_rules import EACH_CALL, ArgumentRule, check_fits
 from xla_amp.lazy.ops.checks.meta_results import RANK_REVEALING
 from xla_amp.lazy.ops.codegen import make_kernel
 from xla_amp.lazy.ops.index_checks import CHECKED, check_several
 from xla_amp.lazy.ops.operators import Kernel, KernelTable, Wrapper, before, find
+from xla_amp.lazy.programs import execute
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io, transfer
+from xla_amp.lazy.tensors.later import Read, read_later
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lowering import table
 
@@ -58,6 +61,44 @@ def _checked(api_name: str) -> Wrapper:
         return checked
 
     return around
+
+
+# -- assertions about values ------------------------------------------------------------------------------------------
+
+_asserted: list[tuple[Read, str]] = []
+"""Values that have to be true, and what to say."""
+
+
+@KERNELS.implements("_assert_async", "_assert_async.msg", "_functional_assert_async.msg")
+def _assert_async(
+    self: torch.Tensor,
+    assert_msg: str = "Expected Tensor with single nonzero value, but got zero",
+    dep_token: Any = None,
+) -> torch.Tensor | None:
+    """Waits for nothing: the error comes after a later program, as on CUDA; an observed step reads the value."""
+    if self.numel() != 1:
+        raise RuntimeError(f"torch._assert_async expects a tensor of one element, got {list(self.shape)}")
+    where = events.user_location()
+    text = f"{assert_msg or 'Assertion is failed'}{where and f' (asserted at {where})'}"
+    found = host_eval.value(self)
+    if found is not None or execute.flush_begins.listeners:
+        if not self.item():
+            raise RuntimeError(text)
+    else:
+        _asserted.append((read_later((self != 0).reshape(())), text))
+    return dep_token  # type: ignore[no-any-return]
+
+
+def _check_asserted() -> None:
+    ready = [each for each in _asserted if each[0].ready()]
+    _asserted[:] = [each for each in _asserted if each not in ready]
+    for read, text in ready:
+        if (value := read.value()) is not None and not value:
+            raise RuntimeError(text)
+
+
+execute.program_ran.subscribe(_check_asserted)
+execute.waited.subscribe(_check_asserted)
 
 
 # -- factorizations that autograd keeps -------------------------------------------------------------------------------

@@ -58,6 +58,11 @@ def program_ran() -> None:
     """After the results of a program were stored."""
 
 
+@events.Point
+def waited() -> None:
+    """After Python has waited for all programs."""
+
+
 def flush() -> None:
     """Runs the trace asynchronously, and starts an empty one; does nothing if nothing was recorded.
 
@@ -116,6 +121,7 @@ def _finish() -> None:
         raise StepFailedError(f"{failure}{mesh.ended_peers()}") from failure
     if failure is not None:
         raise failure
+    waited()
 
 
 def _wait_for(value: Any) -> None:

@@ -106,6 +106,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
         ),
         _with_a_mask,
     ),
+    "_aminmax": lambda x: (x.new_empty(()), x.new_empty(())),
+    "_aminmax.dim": lambda x, dim, keepdim=False: aten.aminmax(x, dim=dim, keepdim=keepdim),
     "_grid_sampler_2d_cpu_fallback": lambda image, grid, *_: image.new_empty((*image.shape[:2], *grid.shape[1:3])),
     "_grid_sampler_2d_cpu_fallback_backward": lambda grad, image, grid, *_: (_like(image), _like(grid)),
     "_grouped_mm": _grouped_mm,
@@ -114,7 +116,17 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_histogramdd_from_bin_tensors": lambda x, bins, **_: x.new_empty([edges.shape[0] - 1 for edges in bins]),
     # torch 2.13 has meta kernels of the second and the third
     **dict.fromkeys(
-        ("_logcumsumexp", "_sample_dirichlet", "_standard_gamma", "_standard_gamma_grad", "glu_jvp"), _like_the_first
+        (
+            "_dirichlet_grad",
+            "_logcumsumexp",
+            "_masked_softmax",
+            "_masked_softmax_backward",
+            "_sample_dirichlet",
+            "_standard_gamma",
+            "_standard_gamma_grad",
+            "glu_jvp",
+        ),
+        _like_the_first,
     ),
     "_native_batch_norm_legit": _batch_norm_of(aten._native_batch_norm_legit.default),
     "_scaled_dot_product_fused_attention_overrideable": _attention,
