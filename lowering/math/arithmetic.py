@@ -93,7 +93,7 @@ def power(base: jax.Array, exponent: jax.Array) -> jax.Array:
 
 def _of_infinite_shape(a: jax.Array, x: jax.Array, limit: int, otherwise: jax.Array) -> jax.Array:
     """The limit of an incomplete gamma function for an infinite shape `a`; two infinities give NaN, as in torch."""
-    return jnp.where(jnp.isposinf(a), jnp.where(jnp.isposinf(x) | jnp.isnan(x), jnp.nan, limit), otherwise)
+    return jnp.where(jnp.isposinf(a), jnp.where(jnp.isposinf(x), jnp.nan, limit), otherwise)
 
 
 Table = Mapping[tuple[str, ...], Binary]
