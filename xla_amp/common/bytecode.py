@@ -55,16 +55,22 @@ def tests(functions: Iterable[types.FunctionType], owner: Any, name: str, changi
     return [each for each in found if isinstance(each, list)]
 
 
-@functools.lru_cache(maxsize=256)
-def methods(function: types.FunctionType, kind: type) -> tuple[types.FunctionType, ...]:
-    """A method of a class, with the methods and properties of its package that it names of its object, and these."""
-    found = {function: None}
+@functools.lru_cache(maxsize=1024)
+def methods(function: types.FunctionType, kind: Any, variable: str | None = None) -> tuple[types.FunctionType, ...]:
+    """A function, the methods and properties of its package that it names of an object, and those that these name.
+
+    Args:
+        function: where to begin.
+        kind: the class of the object.
+        variable: what `function` calls the object; None is its first argument, as of all methods.
+    """
+    found = {function: variable}
     todo = [function]
     while todo:
-        code = todo.pop().__code__
-        instructions = _instructions(code)
-        for one, two in itertools.pairwise(instructions):
-            if code.co_varnames[:1] == (one.argval,) and one.opname.startswith("LOAD_") and two.opname in _METHODS:
+        each = todo.pop()
+        (name,) = (found[each],) if found[each] else each.__code__.co_varnames[:1] or (None,)
+        for one, two in itertools.pairwise(_instructions(each.__code__)):
+            if name == one.argval and one.opname.startswith("LOAD_") and two.opname in _METHODS:
                 inner = method(kind, two.argval)
                 if inner is not None and inner not in found and _package(inner) == _package(function):
                     found[inner] = None
@@ -76,7 +82,7 @@ def _package(function: types.FunctionType) -> str:
     return (function.__module__ or "").partition(".")[0]
 
 
-def method(kind: type, name: str) -> types.FunctionType | None:
+def method(kind: Any, name: str) -> types.FunctionType | None:
     """The function of a method or property of a class."""
     value = inspect.getattr_static(kind, name, None)
     value = inspect.unwrap(getattr(value, "__func__", None) or getattr(value, "fget", None) or value)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from jax.experimental.layout import Format, Layout
 from torch import nn
 
@@ -299,10 +300,156 @@ def schedules_inside(name):
     return program
 
 
+class Meter:
+    """A mean, as a loop's own."""
+
+    def __init__(self, device):
+        self.total, self.count = torch.zeros((), device=device), 0
+
+    def update(self, value, count):
+        self.total = self.total + value * count
+        self.count += count
+
+
+class Trainer:
+    """Counts, accumulates by the count, steps a schedule, keeps an average, and returns a dictionary."""
+
+    parts = 2
+
+    def __init__(self, device):
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 3)).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 9)
+        average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        self.average = torch.optim.swa_utils.AveragedModel(self.model, multi_avg_fn=average)
+        self.global_step = self.updates = 0
+
+    def loss(self, x):
+        scores = self.model(x)
+        return F.cross_entropy(scores, x[:, :3].argmax(1)), scores
+
+    def training_step(self, x):
+        loss, scores = self.loss(x)
+        (loss / self.parts).backward()
+        if (self.global_step + 1) % self.parts == 0:
+            self.update()
+        self.global_step += 1
+        return {"loss": loss.detach(), "accuracy": (scores.argmax(1) == x[:, :3].argmax(1)).float().mean()}
+
+    def update(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.average.update_parameters(self.model)
+        self.updates += 1
+
+
+def trainer_class(device, compiled):
+    trainer = Trainer(device)
+    step, results = compiled(trainer.training_step), []
+    for number, x in enumerate(batches(device, (6, 8)) * 2):
+        results += step(x).values()
+        if number == 16:
+            trainer.parts = 3
+        counts = trainer.global_step, trainer.updates, trainer.schedule.last_epoch, trainer.average.n_averaged
+        results += [torch.tensor([*counts, *trainer.schedule.get_last_lr()], dtype=torch.float64)]
+    return results + tensors(trainer.model, trainer.average), [step]
+
+
+def recurrent_in_parts(device, compiled):
+    """An LSTM whose state goes from part to part, clipped, with a meter."""
+    lstm, head = nn.LSTM(8, 16, batch_first=True).to(device), nn.Linear(16, 8).to(device)
+    every = nn.ModuleList([lstm, head])
+    optimizer = torch.optim.SGD(every.parameters(), lr=0.1)
+    hidden = tuple(torch.zeros(1, 2, 16, device=device) for _ in range(2))
+    meter = Meter(device)
+
+    def step(x):
+        nonlocal hidden
+        optimizer.zero_grad()
+        found, after = lstm(x, hidden)
+        loss = F.mse_loss(head(found), x)
+        loss.backward()
+        nn.utils.clip_grad_norm_(every.parameters(), 0.25)
+        optimizer.step()
+        hidden = tuple(each.detach() for each in after)
+        meter.update(loss.detach(), x.size(0))
+
+    step, results = compiled(step), []
+    for x in batches(device, (2, 3, 8)):
+        step(x)
+        results += [*hidden, meter.total, torch.tensor(meter.count)]
+    return results + tensors(every), [step]
+
+
+def gradient_penalty(device, compiled):
+    """A critic whose gradient has the norm one, and a generator, with an optimizer each."""
+    critic, generator = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), nn.Linear(4, 8)
+    of_critic, of_generator = (torch.optim.Adam(each.to(device).parameters(), lr=1e-2) for each in (critic, generator))
+
+    def step(real):
+        fake = generator(torch.randn(6, 4, device=device))
+        part = torch.rand(6, 1, device=device)
+        between = (part * real + (1 - part) * fake.detach()).requires_grad_()
+        (gradient,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+        of_critic.zero_grad()
+        loss = critic(fake.detach()).mean() - critic(real).mean() + 10 * (gradient.norm(dim=1) - 1).square().mean()
+        loss.backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        (-critic(fake).mean()).backward()
+        of_generator.step()
+        return loss.detach()
+
+    step = compiled(step)
+    return [step(x) for x in batches(device, (6, 8))] + tensors(critic, generator), [step]
+
+
+def activation_checkpointing(device, compiled):
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.2)) for _ in range(2)]).to(device)
+    optimizer = torch.optim.SGD(blocks.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        for block in blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        loss = x.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = compiled(step)
+    return [step(x) for x in batches(device, (6, 8))] + tensors(blocks), [step]
+
+
+def transformers_model(device, compiled):
+    """GPT-2 with transformers' schedule inside, bfloat16."""
+    transformers = pytest.importorskip("transformers", reason="the extra `huggingface`")
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 40, "n_positions": 16}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 3, 20)
+
+    def step(tokens):
+        with xla_amp.autocast(device, dtype=torch.bfloat16):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = compiled(step)
+    return [step((x.abs() * 10).long() % 40) for x in batches(device, (4, 8))] + tensors(model), [step]
+
+
 PROGRAMS = [
     accumulation, accumulation_in_a_step, two_step_gan, alternating_shapes, mixed_optimizers,
     checkpoints, shared_with_jax, *map(of_schedule, SCHEDULES),
-    *map(schedules_inside, SCHEDULES), *map(of_optimizer, OPTIMIZERS),
+    *map(schedules_inside, SCHEDULES), trainer_class, recurrent_in_parts, gradient_penalty, activation_checkpointing,
+    transformers_model, *map(of_optimizer, OPTIMIZERS),
 ]  # fmt: skip
 
 

@@ -262,10 +262,12 @@ class Compiled(Generic[_Arguments, _Result]):
     @interrupts.deferred
     def _record(self, capture: Capture, before: Snapshot, args: Any, kwargs: Any) -> Any:
         """Calls the step, records its program, and compares it with the last recorded call."""
-        run = Recording(self._state, before)
+        run, known = Recording(self._state, before), len(self._state.counters)
         result = run.call(self._step, args, kwargs)
         try:
             capture.add(run, result, self._snapshot(args, kwargs))
+            if len(self._state.counters) > known:
+                self._cache = [capture]  # others compare the value of the counter
             if capture.replay is not None:
                 self._failures = 0
             return tree_map_only(torch.Tensor, lambda each: each.detach() if each.requires_grad else each, result)

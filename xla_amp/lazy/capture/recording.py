@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -234,15 +235,18 @@ class Recording:
         if self._drew:
             what = "draw on the device, or outside, and pass the result as a tensor or a number"
             return f"it draws from {self._drew[0]} on the host, where a replay would not ({what})"
-        changes = list(differences(self._before.unchanged(self._steered), after.unchanged(after.steered())))
-        names = {label: label.rpartition(".")[::2] for label, *_ in changes}
-        for label, how, one, other in changes:
+        old, new = self._before.unchanged(self._steered), after.unchanged(after.steered())
+        changes = {label: each for label, *each in differences(old, new)}
+        same = {label: ["", by, by] for label, by in itertools.chain(*new) if label in self._state.counters}
+        names = {label: label.rpartition(".")[::2] for label in {**changes, **same}}
+        for label, (how, one, other) in {**same, **changes}.items():
             (owner, name), read = names[label], ""
             holder = after.owners.get(owner)
             try:
                 if label in after.counts and one is not None and one[:-1] == other[:-1]:
                     code = functions(self._state.functions, holder)
                     self.counts[label] = Count(one, other, code, holder, name, {each for _, each in names.values()})
+                    self._state.counters.add(label)
                     continue
             except NotReplayableError as reason:
                 read = str(reason)

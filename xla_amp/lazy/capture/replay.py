@@ -82,7 +82,7 @@ class Replay:
             return None
         computed = [_output(target, state.buffers) for target in self._recorded.computed]
         numbers, hosts = state.numbers, state.repeated
-        counts = [(state.counts[label], each.amount) for label, each in self._recorded.counts.items()]
+        counts = [(state.counts[label], each.amount) for label, each in self._recorded.counts.items() if each.amount]
         counted = [
             (count, int(count if isinstance(count, torch.Tensor) else count.value()) + by) for count, by in counts
         ]

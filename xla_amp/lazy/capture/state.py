@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from xla_amp.backends import capturable, held, initial_state
-from xla_amp.lazy.capture.values import FUNCTIONS, NOWHERE, Entry, Named, Reading, Slot, bound, is_dense, plain
+from xla_amp.lazy.capture.values import FUNCTIONS, NOWHERE, Entry, Named, Reading, Slot, bound, called, is_dense, plain
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.steps import optimizer_step
 from xla_amp.lazy.tensors import tensor_io
@@ -256,6 +256,8 @@ class State:
         self._step, self._declared = step, list(declared)
         self.functions = [step, *(each for each in self._declared if isinstance(each, FUNCTIONS))]
         """Those whose code is read."""
+        self.counters = set[str]()
+        """Integers that a recorded call has changed, by label."""
         self.objects: _Objects | None = None
         """As they were last read; None keeps none alive that a recorded call may replace."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -273,13 +275,14 @@ class State:
         """Reads the state and the arguments; `modes` are compared, too."""
         fresh, (named, names) = Reading(), bound(self._step)
         for index, each in enumerate(arguments):
-            if not fresh.look(each, f"argument {index}", NOWHERE, names):
+            own = () if index else called(self._step, each, None)
+            if not fresh.look(each, f"argument {index}", NOWHERE, names + own):
                 fresh.compare(f"argument {index} (a {type(each).__name__}, compared by ==)", (type(each), each))
         for index, each in enumerate(self._declared):
             attributes = tuple(getattr(each, "__dict__", ()))
             fresh.look(each, f"state[{index}]", Slot(self._declared, index), attributes)
         for value, label, slot in named:
-            fresh.look(value, label, slot, names)
+            fresh.look(value, label, slot, names + called(self._step, value, label))
         if self.functions[1:]:
             names += self._search(fresh, named, arguments)
         for owner in [owner for reference in self._used if (owner := reference()) is not None]:

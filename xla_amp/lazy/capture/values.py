@@ -302,8 +302,17 @@ def _of_function(function: types.FunctionType, names: tuple[str, ...]) -> Iterat
         yield value, "a default of the step", NOWHERE
 
 
+def called(step: Any, value: Any, variable: str | None) -> tuple[str, ...]:
+    """The names in the methods that a step calls of the value of a variable, by default its first argument."""
+    kind: Any = type(value)
+    function = inspect.unwrap(getattr(step, "__func__", step))
+    if not isinstance(function, types.FunctionType) or kind in PLAIN:
+        return ()
+    return tuple(itertools.chain(*(_names(each.__code__) for each in bytecode.methods(function, kind, variable)[1:])))
+
+
 def functions(roots: Iterable[Any], owner: Any) -> list[types.FunctionType]:
-    """Functions, and what they reach by name: others, and methods and properties of `owner`."""
+    """Functions, and what they reach by name: others, methods of their objects, methods and properties of `owner`."""
     kind: Any = type(owner)
     todo, found = [*roots], dict[types.FunctionType, None]()
     if isinstance(owner, torch.nn.Module):
@@ -311,13 +320,17 @@ def functions(roots: Iterable[Any], owner: Any) -> list[types.FunctionType]:
     while todo:
         value = todo.pop()
         inner = getattr(value, "__func__", None) or getattr(value, "func", value)
-        function = inspect.unwrap(inner)
+        function, holder = inspect.unwrap(inner), getattr(value, "__self__", None)
         if isinstance(function, types.FunctionType) and function not in found:
+            found[function] = None
             names = _names(function.__code__)
-            named = [] if getattr(value, "__self__", None) is owner else (bytecode.method(kind, name) for name in names)
-            for each in [function, *filter(None, named)]:
-                found.update(dict.fromkeys(bytecode.methods(each, kind)))
             todo += [each for each, *_ in _of_function(function, names) if callable(each)]
+            if holder is not None:
+                its: Any = type(holder)
+                todo += [types.MethodType(each, holder) for each in bytecode.methods(function, its)]
+            if holder is not owner:
+                methods = (bytecode.method(kind, name) for name in names)
+                todo += [types.MethodType(each, owner) for each in methods if each is not None]
         elif inner is not value:
             todo.append(inner)
     return list(found)
