@@ -104,6 +104,9 @@ class Trial:
         if cast == "ban":
             with region, pytest.raises(RuntimeError, match="unsafe to autocast"):
                 samples.call(operation, sample)
+        elif (operation, cast) == ("linalg_matrix_sqrth", "keep"):  # torch has no form of it for a low dtype
+            with region, pytest.raises(RuntimeError, match="Low precision dtypes not supported"):
+                samples.call(operation, sample)
         elif operation in NOT_ON_DEVICE:
             with region, pytest.raises(RuntimeError, match=r"has no lowering|not implemented|not allocated"):
                 samples.call(operation, sample)
