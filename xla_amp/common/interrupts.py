@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import _thread
+import contextlib
 import functools
 import inspect
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -30,7 +31,7 @@ _Result = TypeVar("_Result")
 
 _MOMENT = 0.002
 """Seconds until a signal is raised again that has found the main thread in C++ code."""
-_waiting: list[tuple[Callable[[int, FrameType | None], object], int]] = []
+waiting: list[tuple[Callable[[int, FrameType | None], object], int]] = []
 """Handlers that the main thread calls once it is out of `lock` and `deferred`, and the numbers of their signals."""
 _deferring = 0
 """Calls of functions marked by `deferred` that the main thread is in."""
@@ -41,13 +42,50 @@ def in_native_code() -> bool:  # type: ignore[empty-body]
     """Asks whether some thread is in C++ code through which no exception may pass."""
 
 
+@events.Point
+def changes_hands() -> None:
+    """A thread holds `lock` that was not the last one to hold it."""
+
+
 class Lock(_thread.RLock):  # type: ignore[misc]
-    """A reentrant lock that also keeps the handlers of signals from running while the main thread holds it."""
+    """A reentrant lock that also keeps the handlers of signals from running while the main thread holds it.
+
+    What it protects may belong to threads: `changes_hands` tells when another one than before holds it.
+    """
+
+    __slots__ = ("thread",)
+
+    def __init__(self) -> None:
+        self.thread = 0
+        """The last thread that held it, by `get_ident`; what hears of `changes_hands` sets it."""
+
+    def __enter__(self) -> bool:
+        self.acquire()
+        try:
+            if _thread.get_ident() != self.thread:
+                changes_hands()
+        except BaseException:
+            self.release()
+            raise
+        return True
 
     def __exit__(self, *_: object) -> None:
         self.release()
-        if _waiting:
+        if waiting:
             deliver()
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Context manager: the thread, which holds it, does not hold it inside."""
+        times = 0
+        while self.held():
+            self.release()
+            times += 1
+        try:
+            yield
+        finally:
+            for _ in range(times):
+                self.__enter__()
 
     def held(self) -> bool:
         """Whether this thread holds the lock."""
@@ -72,7 +110,7 @@ class Handler:
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if lock.held() or _deferring:
-            _waiting.append((self, signum))
+            waiting.append((self, signum))
         elif any(in_native_code()):
             _thread.start_new_thread(_raise_soon, (signum,))
         else:
@@ -87,8 +125,8 @@ def _raise_soon(signum: int) -> None:
 
 def deliver() -> None:
     """Calls the handlers that wait, unless they must wait longer or this is not the main thread."""
-    if _waiting and _on_main_thread() and not lock.held() and not _deferring:
-        handler, signum = _waiting.pop(0)
+    if waiting and _on_main_thread() and not lock.held() and not _deferring:
+        handler, signum = waiting.pop(0)
         try:
             handler(signum, inspect.currentframe())
         finally:
@@ -108,7 +146,7 @@ def deferred(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
             return function(*args, **kwargs)
         finally:
             _deferring -= 1
-            if _waiting:
+            if waiting:
                 deliver()
 
     return whole
@@ -156,7 +194,7 @@ def take_over() -> None:
             if callable(handler) and not isinstance(handler, Handler):
                 install(signum, Handler(handler))
 
-    _waiting.append((wrap_present, 0))  # only the main thread may install handlers
+    waiting.append((wrap_present, 0))  # only the main thread may install handlers
     deliver()
 
 

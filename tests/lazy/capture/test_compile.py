@@ -274,7 +274,7 @@ def test_a_capture_that_has_replayed_makes_room(device):
     step, x = xla_amp.compile(lambda x, n: x + n, limit=2, strict=True), torch.zeros(2, device=device)
     numbers = [epoch for epoch in range(5) for _ in range(4)]
     assert [step(x, n).tolist()[0] for n in numbers] == numbers
-    assert (step.replays, len(step._cache)) == (10, 2)
+    assert (step.replays, len(step._own.cache)) == (10, 2)
     with pytest.raises(CaptureError, match="its limit; argument 1 changed from 6 to 7"):
         [step(x, n) for n in range(3, 9)]
 

@@ -164,7 +164,7 @@ def test_values_of_another_type_are_another_capture(one, other, x):
     named = xla_amp.compile(lambda x, value: x + len(repr(value)), strict=True)
     for value in (one, one, one, other, one):
         assert named(x, value).tolist() == [1.0 + len(repr(value))] * 2
-    assert len(named._cache) == 2
+    assert len(named._own.cache) == 2
 
 
 def outer(value):

@@ -32,7 +32,7 @@ def dynamo_backend():
 
     step_marker.keep_hook()
     yield dynamo_backend
-    step_marker._step.keeps_hook = False
+    step_marker._process.keeps_hook = False
     step_marker._remove_hook()
 
 

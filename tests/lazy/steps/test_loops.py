@@ -241,8 +241,8 @@ UPDATES |= {each.__name__: each for each in (accumulated, of_plain_tensors, of_a
 def test_a_step_that_updates_by_hand_is_one_program(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(step_marker._step, "watches", True)  # as in a program that has no optimizer
-    monkeypatch.setattr(step_marker._step, "begins_program", False)  # and that has made no step
+    monkeypatch.setattr(step_marker._process, "watches", True)  # as in a program that has no optimizer
+    monkeypatch.setattr(step_marker._step(), "begins_program", False)  # and that has made no step
     expected, model = network(26), network(26).to(device)
     x = torch.linspace(-1, 1, 20).reshape(4, 5)
     wanted, step = UPDATES[name](expected), UPDATES[name](model)
@@ -261,15 +261,15 @@ def test_gradients_accumulated_for_an_optimizer_are_one_program(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The twin: weights that a step does not write end nothing, whatever it computes between two backward passes."""
-    monkeypatch.setattr(step_marker._step, "watches", True)
-    monkeypatch.setattr(step_marker._step, "begins_program", False)
+    monkeypatch.setattr(step_marker._process, "watches", True)
+    monkeypatch.setattr(step_marker._step(), "begins_program", False)
     weight, total = nn.Parameter(torch.ones(5, 27, device=device)), torch.zeros((), device=device)
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 27)), nn.BatchNorm1d(27)).to(device)
     x = torch.ones(4, 5).to(device)
     losses: list[Callable[[torch.Tensor], torch.Tensor]] = [lambda y: y @ weight, model]
     for loss_of in losses:
         optimizer = torch.optim.SGD([weight, *model.parameters()], lr=0.1)
-        step_marker._step.watches = True
+        step_marker._process.watches = True
         engine.sync()
         with counted() as counts:
             for _ in range(4):

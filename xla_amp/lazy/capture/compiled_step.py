@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -23,7 +24,7 @@ from xla_amp.lazy.capture.recording import Recording
 from xla_amp.lazy.capture.replay import Replay
 from xla_amp.lazy.capture.state import Snapshot, State
 from xla_amp.lazy.capture.values import STATE, Entry, NotReplayableError, difference, is_dense, same
-from xla_amp.lazy.graph.trace import trace
+from xla_amp.lazy.graph.trace import Owner, this_thread, trace
 from xla_amp.lazy.programs import execute, pjrt, recompile_reasons
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.policy import regions
@@ -163,6 +164,16 @@ class Capture:
         self._entries = [[(label, self._counts.get(label, by)) for label, by in part] for part in compared]
 
 
+class _Captures:
+    """What one thread has captured; programs are shared."""
+
+    def __init__(self, step: Callable[..., Any], declared: tuple[Any, ...]) -> None:
+        self.cache: list[Capture] = []
+        self.state = State(step, declared)
+        self.failures = 0
+        self.given_up = False
+
+
 @dynamo.graph_break
 class Compiled(Generic[_Arguments, _Result]):
     """A step that is replayed once it is captured; `compile` makes it."""
@@ -182,14 +193,17 @@ class Compiled(Generic[_Arguments, _Result]):
 
     def reset(self) -> None:
         """Drops all captures, reasons and counts."""
-        self._cache: list[Capture] = []
-        self._state = State(self._step, self._declared)
+        self._captures: weakref.WeakKeyDictionary[Owner, _Captures] = weakref.WeakKeyDictionary()
         self.replays = 0
         """Calls that were not recorded."""
         self.reasons: list[str] = []
         """Why calls are recorded instead of replayed."""
-        self._failures = 0
-        self._given_up = False
+
+    @property
+    def _own(self) -> _Captures:
+        """Those of this thread."""
+        found = self._captures.get(owner := this_thread())
+        return found or self._captures.setdefault(owner, _Captures(self._step, self._declared))
 
     @overload
     def __get__(self, instance: None, owner: type) -> Compiled[_Arguments, _Result]: ...
@@ -204,9 +218,9 @@ class Compiled(Generic[_Arguments, _Result]):
         # These see all operations, of which a replay has none.
         listened = events.decided.listeners or execute.flush_nears.listeners or execute.flush_begins.listeners
         watched = listened or torch._C._len_torch_dispatch_stack()
-        if self._given_up or trace.eager or watched:
+        if self._own.given_up or trace.eager or watched:
             return self._step(*args, **kwargs)
-        if not self._cache:
+        if not self._own.cache:
             base.require_lazy("compile()", "torch_xla.compile")
             base.select().device()
         before = self._snapshot(args, kwargs)
@@ -217,12 +231,12 @@ class Compiled(Generic[_Arguments, _Result]):
             try:
                 with trace.lock:  # not while recording: the backward pass may record on a thread of autograd's
                     found = capture.replay.run(before)
+                    self.replays += found is not None
             except NotReplayableError as reason:
                 self._report(str(reason))
                 return self._step(*args, **kwargs)
             if found is not None:
                 capture.replays += 1
-                self.replays += 1
                 replayed: _Result = found[0]
                 return replayed
             capture.replay = capture.last = None  # a tensor that it reads, and that is not in its state, was freed
@@ -238,55 +252,55 @@ class Compiled(Generic[_Arguments, _Result]):
                     f"a captured step expects dense tensors on {DEVICE_TYPE!r}, got one on {arg.device} (shape "
                     f"{list(arg.shape)}, {arg.layout}); call tensor.to(xla_amp.xla_device()) or to_dense() before"
                 )
-        return self._state.snapshot([("the structure of its arguments", tree), *_modes()], flat)
+        return self._own.state.snapshot([("the structure of its arguments", tree), *_modes()], flat)
 
     def _find(self, before: Snapshot) -> Capture | None:
         """The capture of a call, a new one if there is none; None beyond the limit."""
-        for capture in reversed(self._cache):
+        for capture in reversed(self._own.cache):
             if capture.matches(before):
-                self._cache.remove(capture)
-                self._cache.append(capture)  # the one used last
+                self._own.cache.remove(capture)
+                self._own.cache.append(capture)  # the one used last
                 return capture
-        reason = self._cache[-1].difference(before) if self._cache else ""
-        if len(self._cache) >= self._limit and self._cache[0].replays:
-            del self._cache[0]  # what it was for is over, as an epoch
-        if len(self._cache) >= self._limit:
+        reason = self._own.cache[-1].difference(before) if self._own.cache else ""
+        if len(self._own.cache) >= self._limit and self._own.cache[0].replays:
+            del self._own.cache[0]  # what it was for is over, as an epoch
+        if len(self._own.cache) >= self._limit:
             if not self.reasons:
-                self._report(f"it has been captured {len(self._cache)} times, its limit; {reason}", for_good=False)
+                self._report(f"it has been captured {len(self._own.cache)} times, its limit; {reason}", for_good=False)
             return None
-        if any(capture.replay is not None for capture in self._cache):
+        if any(capture.replay is not None for capture in self._own.cache):
             recompile_reasons.captured_again(reason)
-        self._cache.append(Capture(before))
-        return self._cache[-1]
+        self._own.cache.append(Capture(before))
+        return self._own.cache[-1]
 
     @interrupts.deferred
     def _record(self, capture: Capture, before: Snapshot, args: Any, kwargs: Any) -> Any:
         """Calls the step, records its program, and compares it with the last recorded call."""
-        run, known = Recording(self._state, before), len(self._state.counters)
+        run, known = Recording(self._own.state, before), len(self._own.state.counters)
         result = run.call(self._step, args, kwargs)
         try:
             capture.add(run, result, self._snapshot(args, kwargs))
-            if len(self._state.counters) > known:
-                self._cache = [capture]  # others compare the value of the counter
+            if len(self._own.state.counters) > known:
+                self._own.cache = [capture]  # others compare the value of the counter
             if capture.replay is not None:
-                self._failures = 0
+                self._own.failures = 0
             return tree_map_only(torch.Tensor, lambda each: each.detach() if each.requires_grad else each, result)
         except NotReplayableError as reason:
             if capture.replay is not None:
-                self._given_up = True
+                self._own.given_up = True
                 raise CaptureError(
                     f"{self!r} no longer does what was captured, so some of its last {capture.replays} calls may have "
                     f"been wrong: {reason}. Call reset() when you change what it depends on, or pass that as an "
                     "argument"
                 ) from None
-            self._cache.remove(capture)
-            self._failures += 1
-            if self._failures >= PATIENCE:
+            self._own.cache.remove(capture)
+            self._own.failures += 1
+            if self._own.failures >= PATIENCE:
                 self._report(str(reason))
         return result
 
     def _report(self, reason: str, for_good: bool = True) -> None:
-        self._given_up = for_good
+        self._own.given_up = for_good
         text = f"{self!r} cannot be replayed: {reason}"
         if self._strict:
             raise CaptureError(text)

@@ -12,6 +12,7 @@ import gc
 import itertools
 import pickle
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
@@ -19,7 +20,7 @@ from weakref import ref
 import jax
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.nn.modules import module
 
 from xla_amp.backends import dynamo
 from xla_amp.backends.trees import tree_leaves
@@ -36,9 +37,8 @@ from xla_amp.lazy.capture.values import (
     view,
 )
 from xla_amp.lazy.graph.tape import nodes
-from xla_amp.lazy.graph.trace import Buffer, Spec
+from xla_amp.lazy.graph.trace import Buffer, Spec, this_thread, trace
 from xla_amp.lazy.programs import execute, recompile_reasons
-from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.programs.observed import observed
 from xla_amp.lazy.steps import optimizer_step, step_marker
 from xla_amp.lazy.tensors import tensor_io
@@ -105,12 +105,21 @@ class Recording:
 
     def call(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the step, whose operations become one program, and returns its result."""
-        saw = dynamo.graph_break(lambda module, _: self._state.saw(module))
-        self.begin, reads, seedings, chance = generator.state(), metrics.host_syncs, generator.seedings, _chance()
+        owner = this_thread()
+
+        @dynamo.graph_break
+        def saw(called: torch.nn.Module, _: Any) -> None:
+            if this_thread() is owner:
+                self._state.saw(called)
+
+        chance = _chance()
+        with trace.lock:
+            self.begin, reads, seedings = generator.state(), trace.reads, trace.seedings
+            hook = module.register_module_forward_pre_hook(saw)  # torch numbers its hooks without a lock
         with (
+            hook,
             observed(self._source) as runs,
-            torch.nn.modules.module.register_module_forward_pre_hook(saw),
-            register_optimizer_step_pre_hook(self._steps),
+            step_marker.optimizer_steps.subscribed(self._steps),
             step_marker.paused(),
             self._watched(),
             _young_garbage(),
@@ -118,8 +127,9 @@ class Recording:
             result = step(*args, **kwargs)
             gc.collect(0)  # values that only cycles hold: when Python frees them differs from call to call
             execute.flush()
-        self.end = generator.state()
-        self._reads, self._seedings = metrics.host_syncs - reads, generator.seedings - seedings
+        with trace.lock:
+            self.end = generator.state()
+            self._reads, self._seedings = trace.reads - reads, trace.seedings - seedings
         self._drew = [name for name, state in _chance().items() if state != chance[name]]
         self._runs = runs
         for run in runs[:1]:
@@ -128,7 +138,7 @@ class Recording:
             run.parameters, run.targets = [], []
         return result
 
-    def _steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _steps(self, optimizer: torch.optim.Optimizer) -> None:
         self._state.saw(optimizer)
         self.stepped = True
         for label in self.repeated:
@@ -234,7 +244,8 @@ class Recording:
             return "it seeds the random generator; seed it outside"
         if self._drew:
             what = "draw on the device, or outside, and pass the result as a tensor or a number"
-            return f"it draws from {self._drew[0]} on the host, where a replay would not ({what})"
+            who = "it, or another thread meanwhile," if threading.active_count() > 1 else "it"
+            return f"{who} draws from {self._drew[0]} on the host, where a replay would not ({what})"
         old, new = self._before.unchanged(self._steered), after.unchanged(after.steered())
         changes = {label: each for label, *each in differences(old, new)}
         same = {label: ["", by, by] for label, by in itertools.chain(*new) if label in self._state.counters}

@@ -22,7 +22,7 @@ from xla_amp.lazy.capture.recording import Origin, Recording, Source, Target
 from xla_amp.lazy.capture.state import Snapshot
 from xla_amp.lazy.capture.values import NotReplayableError, view
 from xla_amp.lazy.graph.tape import nodes
-from xla_amp.lazy.graph.trace import Buffer, Poisoned, instructions
+from xla_amp.lazy.graph.trace import Buffer, Poisoned, instructions, settle
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.torch_integration import generator
@@ -74,6 +74,7 @@ class Replay:
         """
         self._check_holders()
         execute.flush()
+        settle(buffer for buffer in state.buffers if buffer is not None)
         slots = {at: state.at(at)[2] for at in self._bindings}
         tensors = ((at, state.at(at)[0]) for at in self._moved)
         moved = {at: tensor for at, tensor in tensors if tensor is not None}

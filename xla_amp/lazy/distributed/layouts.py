@@ -343,7 +343,8 @@ class _Batches:
         if len(spec) == len(batch) and None not in spec and not self._extents:
             self._extents = tuple(value.shape[: len(batch)])
         buffer = tensor_io.buffer_of(value)
-        uploaded = buffer.number < 0 and isinstance(buffer.array, jax.Array)
+        with trace.lock:
+            uploaded = buffer.number < 0 and isinstance(buffer.array, jax.Array)
         whole = tuple(value.shape) == buffer.spec.shape and value.is_contiguous()
         if not uploaded or not whole or value.requires_grad or meshes.sharding_of(buffer) is not None:
             return

@@ -25,7 +25,8 @@ class Position(NamedTuple):
     @classmethod
     def now(cls) -> Position:
         """The end of the trace."""
-        return cls(len(trace.code), trace.count, len(trace.parameters), len(trace.floats), len(trace.ints))
+        with trace.lock:
+            return cls(len(trace.code), trace.count, len(trace.parameters), len(trace.floats), len(trace.ints))
 
 
 BEGIN = Position()

@@ -8,23 +8,29 @@
 A tensor stores no value: its storage has the buffer.  Views share their base's storage and so its buffer; aliasing,
 ``.data =``, ``set_`` and ``swap_tensors`` are PyTorch's.  A tensor whose geometry is not its buffer's is read and
 written with one strided instruction.  An in-place write only gives the buffer a new value number.
+
+A trace belongs to the thread that records it.  `trace` is the one of the thread that holds its lock: another thread
+that enters puts its own in the place (`_enters`).  A buffer's number counts in one trace, that of its `generation`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
 import numpy as np
 import torch
 
+from xla_amp.backends import module_paths
 from xla_amp.common import events, interrupts
 from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy import private_api
@@ -32,6 +38,8 @@ from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lowering import OneHot, Permuted
 from xla_amp.lowering.operand import as_dtype, rounded_to_half
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 Numbers = tuple[int, ...]
 _interning = threading.RLock()
 """Held while a spec or an instruction is interned, because a loader's thread may create specs during recording."""
@@ -171,7 +179,7 @@ def instruction_cache() -> dict[Any, Instruction]:
 
 
 def forget_unused(used: Set[int]) -> None:
-    """Drops the instructions whose id is not in `used`, and the specs that only they had.  The trace is empty."""
+    """Drops the instructions whose id is not in `used`, and the specs that only they had."""
     for cache in _caches:
         for key in [key for key, instruction in cache.items() if instruction.id not in used]:
             del cache[key]
@@ -238,20 +246,44 @@ class Unrecorded(Protocol):
         """A tensor with the value in another dtype, not recorded either."""
 
 
+class Owner:
+    """A thread that records; autograd's threads record for the one that called ``backward``."""
+
+    __slots__ = ("__weakref__", "parts")
+
+    def __init__(self) -> None:
+        self.parts: tuple[Any, ...] | None = None
+        """The parts of its trace (`_PARTS`) while another thread's is in the place; None if it has recorded nothing."""
+
+
+class Generation:
+    """A trace from its first operation to its program."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner: Owner | None = owner
+        """The thread that records it; None once it has run."""
+
+
 class Buffer:
     """The value behind one storage.
 
     While `number` is not negative, the value is computed by the trace.  Otherwise `array` is the value.
     """
 
-    __slots__ = ("__weakref__", "address", "array", "external", "number", "raw", "spec", "unrecorded")
+    __slots__ = ("__weakref__", "address", "array", "at", "external", "generation", "raw", "spec", "unrecorded")
 
-    def __init__(self, spec: Spec, number: int = -1, array: jax.Array | None = None) -> None:
+    def __init__(
+        self, spec: Spec, at: int = -1, array: jax.Array | None = None, generation: Generation | None = None
+    ) -> None:
         self.spec = spec
         self.external: jax.Array | None = None
         """`array` again, if JAX code may hold it too: this second reference prevents its donation to a program."""
-        self.number = number
-        """Number of the value in the trace, or -1."""
+        self.at = at
+        """Number of the value in the trace `generation`."""
+        self.generation = generation
+        """The last trace that read or wrote the buffer."""
         self.array: Any = array
         """A `jax.Array`, `Poisoned`, or None for memory that was never written; `store` replaces it."""
         self.address = 0
@@ -261,6 +293,18 @@ class Buffer:
         self.unrecorded: Unrecorded | None = None
         """The value as long as there is neither a number nor an array."""
 
+    @property
+    def number(self) -> int:
+        """Number of the value in the trace, or -1; the caller holds the trace's lock.
+
+        A value that another thread's trace computes is finished first.
+        """
+        return self.at if self.generation is trace.generation else _number_here(self)
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self.at, self.generation = number, trace.generation if number >= 0 else None
+
     def store(self, value: jax.Array | Poisoned | None) -> None:
         """Replaces the array, and lets go of the old one."""
         self.array = value
@@ -269,7 +313,7 @@ class Buffer:
 
 
 class Trace:
-    """Operations recorded since the last flush."""
+    """Operations that the thread that holds the lock has recorded since its last flush."""
 
     __slots__ = (
         "code",
@@ -281,22 +325,66 @@ class Trace:
         "generation",
         "generators",
         "guards",
+        "inputs",
         "ints",
         "known",
         "limit",
+        "listeners",
         "lock",
+        "loop",
         "most",
         "nodes",
+        "owner",
         "parameter_numbers",
         "parameters",
+        "random",
+        "reads",
+        "seedings",
+        "step",
         "stream",
         "streams",
+        "waiting",
     )
 
     def __init__(self) -> None:
         self.lock = interrupts.lock
-        """Held while one operation is recorded and during a flush; autograd records from another thread.  Handlers of
-        signals wait for its release (`interrupts`)."""
+        """Held while one operation is recorded and during a flush.  Handlers of signals wait for its release
+        (`interrupts`)."""
+        self.eager = False
+        """Whether each operation runs as soon as it is recorded (``XLA_AMP_EAGER``)."""
+        self.most = sys.maxsize
+        """Count of values at which the trace is flushed in any case."""
+        self.begin(Owner())
+
+    def begin(self, owner: Owner) -> None:
+        """Begins what `owner` records."""
+        self.owner = owner
+        """The thread whose trace this is."""
+        self.generation = Generation(owner)
+        """This trace; each flush starts the next one."""
+        self.guards: list[Any] = []
+        """Of the blocks open whose writes may be undone (`rollback`)."""
+        self.listeners: dict[Any, Any] = {}
+        """Of this thread, by `Point`."""
+        self.waiting: list[Any] = []
+        """Reads of values that this trace computes (`tensors.later`)."""
+        self.reads = 0
+        """How often this thread has waited for a value."""
+        self.step: Any = None
+        """Where this thread is in its step (`steps.step_marker`)."""
+        self.loop: Any = None
+        """Where it is in a loop (`steps.loops`)."""
+        self.random: tuple[int, int] | None = None
+        """(seed, offset) of this thread's random numbers (`generator`)."""
+        self.seedings = 0
+        """How often this thread has set a seed."""
+        self.clear()
+        self.limit = -1  # `loops` looks at the first operation of a thread
+
+    def clear(self) -> None:
+        """Empties the trace."""
+        self.generation.owner = None
+        self.generation = Generation(self.owner)
         self.code: list[int] = []
         self.count = 0
         """Count of values; the number of the next one."""
@@ -305,6 +393,8 @@ class Trace:
         self.parameters: list[Buffer] = []
         """Buffers whose array is an input of the program, in the order of first use."""
         self.parameter_numbers: list[int] = []
+        self.inputs: dict[int, int] = {}
+        """Id of a parameter -> its number."""
         self.floats: list[float] = []
         """Python numbers that are inputs of the program, so a new learning rate does not recompile."""
         self.ints: list[int] = []
@@ -316,60 +406,201 @@ class Trace:
         """Index in `streams` of the device generator's last one."""
         self.generators: list[Any] = []
         """Other generators that random operations of this trace draw from."""
-        self.generation = 0
-        """Number of this trace; each flush starts the next one."""
-        self.guards: list[Any] = []
-        """Of the blocks open whose writes may be undone (`rollback`)."""
-        self.eager = False
-        """Whether each operation runs as soon as it is recorded (``XLA_AMP_EAGER``)."""
-        self.limit = sys.maxsize
+        self.limit = min(FIRST_GLANCE, self.most)
         """Count of values at which `loops` looks whether the program ends."""
-        self.most = sys.maxsize
-        """Count of values at which the trace is flushed in any case."""
         self.known: dict[int, np.ndarray] = {}
         """Values that the host has computed too (`host_eval`), by number."""
-        self.nodes: tuple[int, int] | None = None
+        self.nodes: tuple[int, int] | None = (threading.get_ident(), private_api.autograd_nodes())
         """The thread that began this trace, and its count of autograd's nodes then; None for an optimizer's step."""
 
-    def clear(self) -> None:
-        """Empties the trace."""
-        self.truncate((0, 0, 0, *(0 for _ in self._lists())))
-        self.limit = min(FIRST_GLANCE, self.most)
-        self.nodes = threading.get_ident(), private_api.autograd_nodes()
-        self.generation += 1
+    def numbers(self) -> list[int]:
+        """The present number of each parameter; one that another thread has read or written since has its first one."""
+        now, pairs = self.generation, zip(self.parameters, self.parameter_numbers, strict=True)
+        return [buffer.at if buffer.generation is now else number for buffer, number in pairs]
 
-    def position(self) -> Numbers:
-        """The present end of the trace, for `truncate`."""
-        return (self.count, self.draws, self.stream, *map(len, self._lists()))
-
-    def truncate(self, position: Numbers) -> None:
-        """Removes what was recorded after `position`.  Lists stay the same objects: kernels hold references to them."""
-        self.count, self.draws, self.stream, *lengths = position
-        for part, length in zip(self._lists(), lengths, strict=True):
-            del part[length:]
-        for number in [number for number in self.known if number >= self.count]:
-            del self.known[number]
-
-    def _lists(self) -> tuple[list[Any], ...]:
-        return (
-            self.code, self.computed, self.parameters, self.parameter_numbers, self.floats, self.ints, self.streams,
-            self.generators,
-        )  # fmt: skip
-
-    def buffers(self) -> Iterator[Buffer]:
-        """The buffers that exist and have a number."""
-        yield from (buffer for buffer in self.parameters if buffer.number >= 0)
-        yield from (buffer for ref in self.computed if (buffer := ref()) is not None and buffer.number >= 0)
+    def results(self) -> list[Buffer]:
+        """The buffers in `computed` that exist."""
+        found = [reference() for reference in self.computed]
+        return [buffer for buffer in found if buffer is not None and buffer.generation is self.generation]
 
 
 trace = Trace()
+_PARTS = tuple(name for name in Trace.__slots__ if name not in ("lock", "eager", "most", "owner"))
+_parts = operator.attrgetter(*_PARTS)
+_CODE, _INPUTS = map(_PARTS.index, ("code", "inputs"))
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+class OwnPoint(events.Point[_Arguments, _Result]):
+    """A point whose listeners hear of what the thread that has subscribed them records."""
+
+    @property
+    def listeners(self) -> tuple[Any, ...]:  # type: ignore[override]
+        """Those of this thread."""
+        with trace.lock:
+            found: tuple[Any, ...] = trace.listeners.get(self, ())
+            return found
+
+    @listeners.setter
+    def listeners(self, listeners: tuple[Any, ...]) -> None:
+        with trace.lock:
+            trace.listeners[self] = listeners
+
+    def subscribe(self, listener: Any) -> None:
+        with trace.lock:  # before the lock of events, as everywhere
+            super().subscribe(listener)
+
+    def unsubscribe(self, listener: Any) -> None:
+        with trace.lock:
+            super().unsubscribe(listener)
+
+
+@events.Point
+def must_run() -> None:
+    """The trace must run, because another thread reads what it computes."""
+
+
+class _Here(threading.local):
+    """Of one thread."""
+
+    def __init__(self) -> None:
+        foreign = isinstance(threading.current_thread(), threading._DummyThread)
+        self.owner = None if foreign and module_paths.in_backward() else Owner()
+        """None for a thread of autograd."""
+        self.end = _End()
+
+
+class _End:
+    """Lets the system use the number of a thread again: the next thread that has it is another owner."""
+
+    def __del__(self, lock: interrupts.Lock = interrupts.lock) -> None:
+        lock.thread = 0
+
+
+_here = _Here()
+_here.owner = trace.owner
+_owners = weakref.WeakSet([trace.owner])
+"""Threads that record, or have left a trace that something needs."""
+_passes: dict[bool, Owner] = {}
+"""Whose backward passes run: of an output on the device (one at a time), and the newest other one."""
+
+
+def this_thread() -> Owner:
+    """The owner of what this thread records."""
+    return _here.owner or _passes.get(True) or _passes.get(False) or trace.owner
+
+
+@contextlib.contextmanager
+def backward(on_device: bool) -> Iterator[None]:
+    """Context manager for a backward pass that this thread calls: what autograd's threads record is this thread's."""
+    owner = this_thread()
+    if _passes.get(on_device) is owner:  # a pass inside of a pass
+        yield
+        return
+    _passes[on_device] = owner
+    trace.lock.thread = 0  # autograd's thread may have recorded for another one
+    try:
+        yield
+    finally:
+        if _passes.get(on_device) is owner:
+            del _passes[on_device]
+
+
+def _enters() -> None:
+    """This thread holds the lock, and was not the last one that did: the trace becomes its own."""
+    owner = this_thread()
+    if owner is not trace.owner:
+        _put(owner)
+    trace.lock.thread = threading.get_ident()
+
+
+def _put(owner: Owner) -> None:
+    trace.owner.parts = _parts(trace)
+    if owner.parts is None:
+        _owners.add(owner)
+        trace.begin(owner)
+    else:
+        trace.owner = owner
+        for name, part in zip(_PARTS, owner.parts, strict=True):
+            setattr(trace, name, part)
+        owner.parts = None
+
+
+interrupts.changes_hands.subscribe(_enters)
+
+
+def recorded() -> set[int]:
+    """The instructions that any thread has recorded and that have not run, by id; other numbers may be among them."""
+    return set(trace.code).union(*(owner.parts[_CODE] for owner in others() if owner.parts))
+
+
+def others() -> list[Owner]:
+    """The threads whose trace is not in the place and not empty."""
+    return [owner for owner in _owners if owner.parts is not None and owner.parts[_CODE]]
+
+
+def _number_here(buffer: Buffer) -> int:
+    """Number of a buffer that the trace was not the last one to read or write, or -1."""
+    generation = buffer.generation
+    owner = generation and generation.owner
+    if owner and owner.parts and owner.parts[_INPUTS].get(id(buffer)) != buffer.at:  # it computes the value
+        _run(owner)
+    number = trace.inputs.get(id(buffer), -1)
+    if number >= 0:
+        buffer.number = number
+    return number
+
+
+def _run(owner: Owner) -> None:
+    """Runs the trace of another thread."""
+    mine = trace.owner
+    _put(owner)
+    try:
+        must_run()
+    finally:
+        _put(mine)
+
+
+def settle(buffers: Iterable[Buffer]) -> None:
+    """Runs the traces of other threads that compute the values of `buffers`."""
+    if others():
+        for buffer in buffers:
+            if buffer.generation is not trace.generation:
+                _number_here(buffer)
+
+
+def release(buffers: Iterable[Buffer], copy: Callable[[Any], Any]) -> None:
+    """Before `buffers` get other arrays: traces of other threads that have read them keep copies of these."""
+    for owner in others():
+        parts = dict(zip(_PARTS, owner.parts or (), strict=True))
+        inputs, parameters, generation = parts["inputs"], parts["parameters"], parts["generation"]
+        for buffer in buffers:
+            if (number := inputs.pop(id(buffer), -1)) < 0:
+                continue
+            kept = Buffer(buffer.spec, number, copy(buffer.array), generation)
+            kept.external = kept.array  # no program takes it, as none would take the buffer's
+            inputs[id(kept)] = number
+            parameters[parts["parameter_numbers"].index(number)] = kept
+            if buffer.generation is generation:
+                buffer.generation = None
+
+
+# ---- recording -------------------------------------------------------------------------------------------------------
 
 
 def add_parameter(buffer: Buffer) -> int:
-    """Records the buffer's array as an input, or zeros for memory never written; returns the value's number."""
+    """Records the buffer's array as an input, or zeros for memory never written; returns the value's number.
+
+    The trace has not read it, or was not the last one to read it.
+    """
+    if buffer.generation is not None and (number := buffer.number) >= 0:
+        return number
     array = buffer.array
     if not trace.parameters and trace.nodes is not None:  # before it there are factories and random numbers only
         trace.nodes = threading.get_ident(), private_api.autograd_nodes()
+    number = trace.count
     if array is None:
         if buffer.unrecorded is not None:
             assign(buffer, number := buffer.unrecorded.record())
@@ -381,10 +612,11 @@ def add_parameter(buffer: Buffer) -> int:
     else:
         instruction = buffer.spec.parameter
         trace.parameters.append(buffer)
-        trace.parameter_numbers.append(trace.count)
+        trace.parameter_numbers.append(number)
+        trace.inputs[id(buffer)] = number
     instructions[instruction.id] = instruction  # the spec has it, not a cache that `forget_unused` knows
     trace.code.append(instruction.id)
-    buffer.number = number = trace.count
+    buffer.at, buffer.generation = number, trace.generation
     trace.count = number + 1
     return number
 
@@ -411,7 +643,7 @@ def assign(buffer: Buffer, number: int) -> None:
     """Gives the whole buffer the value `number`."""
     if buffer.number < 0:
         trace.computed.append(weakref.ref(buffer))
-    buffer.number = number
+    buffer.at, buffer.generation = number, trace.generation
 
 
 conversions: dict[tuple[Spec, torch.dtype | None], Instruction] = instruction_cache()

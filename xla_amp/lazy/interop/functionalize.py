@@ -64,20 +64,21 @@ def _vector(values: Sequence[jax.Array], dtype: Any) -> jax.Array:
 def tracing() -> Iterator[FunctionTrace]:
     """Context manager: operations inside are recorded and then dropped, unless `whole` or `halves` reads them.
 
-    Earlier operations run first.  Tensors made inside must not be used outside.  Only one thread may record.
+    Earlier operations run first.  Tensors made inside must not be used outside.
 
     Raises:
         EngineError: on a flush inside.
     """
     with jax.ensure_compile_time_eval():  # earlier operations are not part of what JAX traces
         execute.flush()
-    made, limit = FunctionTrace(), trace.limit
+    made = FunctionTrace()
     try:
         with execute.flush_begins.subscribed(_refuse_flush), step_marker.paused(), made.locations:
-            trace.limit = sys.maxsize
+            with trace.lock:
+                trace.limit = sys.maxsize
             yield made
     finally:
-        made.drop(limit)
+        made.drop()
 
 
 class FunctionTrace:
@@ -89,20 +90,13 @@ class FunctionTrace:
         self._state = generator.state()
         self.locations = Locations()
 
-    def drop(self, limit: int) -> None:
+    def drop(self) -> None:
         """Empties the trace."""
         with trace.lock:
-            trace.limit = limit
             for reference in trace.computed:
                 buffer = reference()
-                if buffer is not None and buffer.number >= 0:
-                    buffer.number = -1
-                    if buffer.array is None:
-                        buffer.store(
-                            Poisoned("it was computed by torch code called from JAX, which returns its results")
-                        )
-            for buffer in trace.parameters:
-                buffer.number = -1
+                if buffer is not None and buffer.number >= 0 and buffer.array is None:
+                    buffer.store(Poisoned("it was computed by torch code called from JAX, which returns its results"))
             for buffer in self._buffers:
                 buffer.store(Poisoned("it was a placeholder for an argument of torch code called from JAX"))
             trace.clear()
@@ -123,8 +117,9 @@ class FunctionTrace:
 
     def whole(self, wanted: Sequence[torch.Tensor]) -> Function:
         """The trace as a function from the arguments to the values of `wanted`."""
-        places = self.locations.of(trace.code)
-        return _function([], trace.code, places, numbers_of(wanted), BEGIN, Position.now(), self._buffers)
+        with trace.lock:
+            places = self.locations.of(trace.code)
+            return _function([], trace.code, places, numbers_of(wanted), BEGIN, Position.now(), self._buffers)
 
     def halves(self, results: Sequence[int], wanted: Sequence[torch.Tensor]) -> tuple[Function, Function]:
         """The two parts.
@@ -137,7 +132,10 @@ class FunctionTrace:
             A function from the first arguments to the results followed by the saved values; and a function from the
             saved values and the arguments made after `split` to `wanted`.
         """
-        numbers = numbers_of(wanted)
+        with trace.lock:
+            return self._halves(results, numbers_of(wanted))
+
+    def _halves(self, results: Sequence[int], numbers: Sequence[int]) -> tuple[Function, Function]:
         at = self._split
         first, second = Tape(trace.code).split(at)
         read = [*second.earlier(), *(number for number in numbers if 0 <= number < at.values)]

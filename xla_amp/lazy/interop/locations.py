@@ -9,7 +9,6 @@ from typing import Any
 from xla_amp.backends import module_paths
 from xla_amp.backends.places import LocatingMode, Place
 from xla_amp.lazy.graph.tape import Position, nodes
-from xla_amp.lazy.graph.trace import trace
 
 
 class Locations(LocatingMode):
@@ -30,9 +29,9 @@ class Locations(LocatingMode):
         module_paths.release(self._modules)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        place, start = self.locate(func), len(trace.code)
+        place, start = self.locate(func), Position.now().code
         result = func(*args, **(kwargs or {}))
-        if len(trace.code) > start:
+        if Position.now().code > start:
             self._starts.append(start)
             self._places.append(place)
         return result

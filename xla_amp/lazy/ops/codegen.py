@@ -8,6 +8,7 @@ by name.  Only the first call with new specs takes the slow path (`_Operation.sp
 
 from __future__ import annotations
 
+import _thread
 import functools
 import keyword
 import weakref
@@ -18,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from xla_amp.backends import dynamo
+from xla_amp.common import interrupts
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.graph.trace import Buffer, Family, Instruction, Spec, add_parameter, instruction_cache, spec, trace
@@ -243,11 +245,13 @@ class _Operation:
             "_operation": self,
             "_plain": tensor_io.PLAIN,
             "_lock": trace.lock,
+            "_acquire": trace.lock.acquire,
+            "_release": trace.lock.release,
+            "_thread": _thread.get_ident,
+            "_changes_hands": interrupts.changes_hands,
+            "_waiting": interrupts.waiting,
+            "_deliver": interrupts.deliver,
             "_trace": trace,
-            "_code": trace.code,
-            "_computed": trace.computed,
-            "_floats": trace.floats,
-            "_ints": trace.ints,
             "_look": look,
             "_add_parameter": add_parameter,
             "_Buffer": Buffer,
@@ -365,8 +369,8 @@ def _new_tensor(variable: str, number: str) -> list[str]:
     """Source of `tensor_io.new_tensor` of the spec in ``_s``, written out."""
     return [
         f"{variable} = _create(_s.shape, _s.dtype)",
-        f"{variable}.untyped_storage()._xla_amp = _b = _Buffer(_s, {number})",
-        "_computed.append(_ref(_b))",
+        f"{variable}.untyped_storage()._xla_amp = _b = _Buffer(_s, {number}, None, _g)",
+        "_trace.computed.append(_ref(_b))",
     ]
 
 
@@ -399,8 +403,13 @@ class _Source:
         self._results()
         body = "\n".join(f"        {line}" for line in self.lines)
         operands = ", ".join(a.variable for a in operation.arguments if a.kind in ("tensor", "tensors"))
-        head = f"    with _lock:\n        if _trace.count > _trace.limit: _look({operands})\n"
-        return f"def kernel({self._signature()}):\n{head}{body}\n"
+        # A `with` of the lock, written out: its methods in Python would be two calls.
+        return (
+            f"def kernel({self._signature()}):\n    _acquire()\n    try:\n"
+            f"        if _thread() != _lock.thread: _changes_hands()\n"
+            f"        if _trace.count > _trace.limit: _look({operands})\n        _g = _trace.generation\n{body}\n"
+            "    finally:\n        _release()\n        if _waiting: _deliver()\n"
+        )
 
     def _signature(self) -> str:
         parts, starred = [], False
@@ -417,8 +426,8 @@ class _Source:
             f"if type({name}) in _plain and (_b{index} := {name}.untyped_storage()._xla_amp) is not None:",
             f"    {key} = _b{index}.spec",
             f"    if {name}.shape == {key}.shape and {name}.is_contiguous() and {name}.dtype is {key}.dtype:",
-            f"        {value} = _b{index}.number",
-            f"        if {value} < 0: {value} = _add_parameter(_b{index})",
+            f"        if _b{index}.generation is _g: {value} = _b{index}.at",
+            f"        else: {value} = _add_parameter(_b{index})",
             "    else:",
             f"        {value}, {key} = _read_view({name}, _b{index})",
             f"        _b{index} = None",
@@ -449,8 +458,8 @@ class _Source:
         ]
         self.keys.append(key)
         self.lifts += [
-            f"if {key} is int: _ints.append({name})",
-            f"elif type({key}) is _dtype: _floats.append({name})",
+            f"if {key} is int: _trace.ints.append({name})",
+            f"elif type({key}) is _dtype: _trace.floats.append({name})",
         ]
 
     def _numbers(self, argument: SchemaArgument, index: int) -> None:
@@ -496,10 +505,10 @@ class _Source:
             self.lines.append(f"_stream, _index = _draw({', '.join(own)})")
             head += ", _stream, _index"
         if any(is_list for _, is_list in self.inputs):
-            self.lines.append(f"_code.extend(({head},))")
+            self.lines.append(f"_code = _trace.code; _code.extend(({head},))")
             self.lines += [f"_code.extend({v})" if is_list else f"_code.append({v})" for v, is_list in self.inputs]
         else:
-            self.lines.append(f"_code.extend(({', '.join([head, *(v for v, _ in self.inputs)])},))")
+            self.lines.append(f"_trace.code.extend(({', '.join([head, *(v for v, _ in self.inputs)])},))")
 
     def _results(self) -> None:
         operation = self.operation
@@ -539,7 +548,7 @@ class _Source:
                 self.lines.append(f"if {name}: _bump({name}); _write_all({name}, _w{index}, _n); _n += len({name})")
             else:
                 self.lines += [
-                    f"if _b{index} is not None: _b{index}.number = _n",
+                    f"if _b{index} is not None: _b{index}.at = _n",
                     f"elif {name} is not None: _write({name}, _n)",
                 ]
                 if operation.mutated != (argument,):

@@ -87,12 +87,15 @@ def value(tensor: torch.Tensor) -> torch.Tensor | None:
 def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """A copy of `tensor` from the host's copy of an upload, or None."""
     buffer = tensor_io.buffer_of(tensor)
-    number, numbers = buffer.number, trace.parameter_numbers
-    if number >= 0:  # the trace has read it; its array is the value until the trace writes it
-        position = bisect.bisect_left(numbers, number)
-        if position == len(numbers) or numbers[position] != number:
-            return None
-    found = copies.get(id(buffer.array))
+    if (found := copies.get(id(buffer.array))) is None:
+        return None
+    with trace.lock:
+        number, numbers = buffer.number, trace.parameter_numbers
+        if number >= 0:  # the trace has read it; its array is the value until the trace writes it
+            position = bisect.bisect_left(numbers, number)
+            if position == len(numbers) or numbers[position] != number:
+                return None
+        found = copies.get(id(buffer.array))
     # What a program computed is read-only, which torch warns of.
     return None if found is None else tensor_io.window(to_torch(np.require(found[1], requirements="W")), tensor)
 
@@ -169,7 +172,7 @@ def _evaluate(chosen: list[_HostNode], number: int, host: jax.Device) -> dict[in
         floats += node.floats
         ints += node.ints
         count += len(node.instruction.outs)
-    held = {buffer.number for buffer in trace.buffers() if buffer.number in renumbered}
+    held = {*trace.numbers(), *(buffer.at for buffer in trace.results())}.intersection(renumbered)
     wanted = sorted(held.difference(node.first for node in chosen if node.array is not None) | {number})
     key = Key(code=tuple(code), wanted=tuple(renumbered[n] for n in wanted), spent=())
     with private_api.x64(), jax.default_device(host):

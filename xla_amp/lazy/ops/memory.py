@@ -6,10 +6,12 @@ Each is a kernel for one ATen overload; the dispatcher calls it with the argumen
 from __future__ import annotations
 
 import math
+from _thread import get_ident
 from typing import Any
 
 import torch
 
+from xla_amp.common import interrupts
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.trace import Buffer, add_parameter, cast, conversions, record, spec, trace
@@ -22,6 +24,7 @@ from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import forks
 
 aten = torch.ops.aten
+_lock = trace.lock
 KERNELS = KernelTable()
 """ATen name -> kernel."""
 
@@ -160,11 +163,18 @@ def _to_copy(
             and self.is_contiguous()
             and self.dtype is value_spec.dtype
         ):
-            with trace.lock:
+            _lock.acquire()  # as generated kernels do
+            try:
+                if get_ident() != _lock.thread:
+                    interrupts.changes_hands()
                 if trace.count > trace.limit:
                     look(self)
-                number = record(found, buffer.number if buffer.number >= 0 else add_parameter(buffer))
-                return tensor_io.new_tensor(found.outs[0], number)  # type: ignore[arg-type]
+                number = buffer.at if buffer.generation is trace.generation else add_parameter(buffer)
+                return tensor_io.new_tensor(found.outs[0], record(found, number))  # type: ignore[arg-type]
+            finally:
+                _lock.release()
+                if interrupts.waiting:
+                    interrupts.deliver()
     return _copied(self, dtype or self.dtype, device)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from xla_amp.common import events
-from xla_amp.lazy.graph.trace import Poisoned
+from xla_amp.lazy.graph.trace import Poisoned, trace
 from xla_amp.lazy.ops import dynamic_shape, host_eval
 from xla_amp.lazy.ops.checks import shape_inference
 from xla_amp.lazy.ops.checks.argument_rules import EACH_CALL, ArgumentRule, check_fits
@@ -276,8 +276,10 @@ def _overwrite(written: Any, *_: Any, **options: Any) -> None:
     for tensor in written if isinstance(written, (list, tuple)) else (written,):
         buffer = tensor.untyped_storage()._xla_amp
         whole = buffer is not None and tensor.shape == buffer.spec.shape and tensor.is_contiguous()
-        if whole and buffer.number < 0 and type(buffer.array) is Poisoned:
-            buffer.store(None)  # memory never written
+        if whole and type(buffer.array) is Poisoned:
+            with trace.lock:
+                if buffer.number < 0:
+                    buffer.store(None)  # memory never written
 
 
 def _checked_by(rule: ArgumentRule, name: str) -> Wrapper:

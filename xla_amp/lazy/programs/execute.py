@@ -16,7 +16,8 @@ import numpy as np
 from xla_amp.common import events
 from xla_amp.errors import KernelWarning, StepFailedError, XlaAmpError
 from xla_amp.lazy import dtypes, private_api
-from xla_amp.lazy.graph.trace import Buffer, Poisoned, trace
+from xla_amp.lazy.graph import trace as graph
+from xla_amp.lazy.graph.trace import Buffer, OwnPoint, Poisoned, trace
 from xla_amp.lazy.programs import (
     dynamic_numbers,
     executables,
@@ -38,12 +39,12 @@ each with a mark of its dispatch.  XLA:CPU runs those of several threads side by
 _MOST_PENDING: Final = 64
 
 
-@events.Point
+@OwnPoint
 def flush_nears() -> None:
     """Before a flush looks which values are referenced; may reference more of them."""
 
 
-@events.Point
+@OwnPoint
 def flush_begins(run: Run) -> None:
     """Before the program of a trace is chosen; while someone listens, integers of the program stay constants."""
 
@@ -74,6 +75,9 @@ def flush() -> None:
     with trace.lock:
         if trace.code:
             run_program(_recorded())
+
+
+graph.must_run.subscribe(flush)
 
 
 def run_at_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,6 +161,8 @@ class Run:
     """(seed, offset) of the random streams."""
     numbers: list[int] = dataclasses.field(default_factory=list)
     """Number in the trace of the value of each parameter."""
+    present: list[int] = dataclasses.field(default_factory=list)
+    """Number of the value that each parameter's buffer has now."""
     overwritten: list[int] = dataclasses.field(default_factory=list)
     """The parameters that are the first of the targets, in that order."""
     targets: list[Buffer] = dataclasses.field(default_factory=list)
@@ -200,6 +206,8 @@ def run_program(run: Run) -> None:
     Raises:
         StepFailedError: as of `flush`.
     """
+    if graph.others():
+        graph.release([*run.targets, *map(run.parameters.__getitem__, run.key.spent)], memory_layout.copy)
     if run.held is None and mesh.active is not None:
         mesh.move_to_mesh(run.parameters)
     run.arrays = [buffer.array for buffer in run.parameters]
@@ -223,17 +231,15 @@ def _recorded() -> Run:
         mesh.move_to_mesh(trace.parameters)
     held = [count > ALONE for count in reference_counts(trace.parameters)]
     parameters, numbers = list(trace.parameters), list(trace.parameter_numbers)
-    overwritten = [
-        index
-        for index, (buffer, number) in enumerate(zip(parameters, numbers, strict=True))
-        if buffer.number != number and held[index]
-    ]
-    computed = [buffer for reference in trace.computed if (buffer := reference()) is not None and buffer.number >= 0]
+    present = trace.numbers()
+    overwritten = [index for index, at in enumerate(present) if at != numbers[index] and held[index]]
+    computed = trace.results()
     targets = [*map(parameters.__getitem__, overwritten), *computed]
     run = Run(
-        key=Key(code=tuple(trace.code), wanted=tuple(buffer.number for buffer in targets), spent=()),
+        key=Key(code=tuple(trace.code), wanted=tuple(buffer.at for buffer in targets), spent=()),
         parameters=parameters,
         numbers=numbers,
+        present=present,
         overwritten=overwritten,
         targets=targets,
         floats=list(trace.floats),
@@ -343,7 +349,7 @@ def _commit(run: Run, outputs: list[Any]) -> None:
         if (known := trace.known.get(number)) is not None and dtypes.is_kept(known):
             dtypes.keep(value, known)
     add_pending(functools.partial(_values_of, list(map(weakref.ref, run.targets))))
-    _forget(run)
+    trace.clear()
     if run.is_new:
         if pjrt.platform() == "cpu":  # which keeps no statistics of its memory
             pjrt.live_bytes()
@@ -365,7 +371,7 @@ def _abandon(run: Run, error: BaseException) -> BaseException:
     for buffer in run.targets:
         if buffer.array is None:
             buffer.store(Poisoned(f"this tensor was to be computed by a step that failed: {reason}"))
-    _forget(run)
+    trace.clear()
     return reason if isinstance(error, Exception) else error
 
 
@@ -394,12 +400,6 @@ def dispatch(program: XlaProgram, donated: list[Any], kept: list[Any], floats: A
     return outputs
 
 
-def _forget(run: Run) -> None:
-    for buffer in itertools.chain(run.targets, trace.parameters):
-        buffer.number = -1
-    trace.clear()
-
-
 def reference_counts(items: list[Any]) -> list[int]:
     """How many references each item has; `ALONE` for one that only the list holds."""
     return list(map(sys.getrefcount, items))
@@ -419,13 +419,13 @@ def _spent(run: Run, held: Sequence[bool]) -> tuple[int, ...]:
     results = {buffer.spec for buffer in run.targets}
     array_counts = reference_counts(run.arrays)
     overwritten, dropped = [], []
-    for index, (buffer, number) in enumerate(zip(run.parameters, run.numbers, strict=True)):
+    for index, buffer in enumerate(run.parameters):
         if array_counts[index] != ALONE + 1 or buffer.spec not in results:
             continue
-        if buffer.number != number and held[index]:
+        if run.present[index] != run.numbers[index] and held[index]:
             overwritten.append(index)
         elif not held[index]:
             dropped.append(index)
     if mesh.is_partitioned():  # only an overwritten value has an output of the same sharding
-        dropped = [index for index in dropped if run.parameters[index].number != run.numbers[index]]
+        dropped = [index for index in dropped if run.present[index] != run.numbers[index]]
     return (*overwritten, *dropped)

@@ -99,10 +99,10 @@ def _drop_beyond_limit() -> None:
 def _drop_instructions() -> None:
     """Drops instructions of dropped programs, once there are many; the kernels make them again when needed."""
     global _instruction_limit
-    if len(graph.instructions) < _instruction_limit or graph.trace.code:
+    if len(graph.instructions) < _instruction_limit:
         return
     used = {number for program in alive for number in program.instructions}
-    graph.forget_unused(used)
+    graph.forget_unused(used | graph.recorded())
     _instruction_limit = max(_LEAST_INSTRUCTIONS, 2 * len(graph.instructions))
 
 

@@ -23,7 +23,7 @@ import torch
 from xla_amp.common import compiling, config, events
 from xla_amp.errors import RecompileWarning
 from xla_amp.lazy.graph.tape import Node, Tape
-from xla_amp.lazy.graph.trace import Buffer, Spec
+from xla_amp.lazy.graph.trace import Buffer, Spec, trace
 from xla_amp.lazy.programs.compile import XlaProgram
 
 _log = logging.getLogger(__name__)
@@ -133,13 +133,15 @@ def _again(location: str, what: str, reason: str) -> None:
 
 
 def host_waits() -> None:
-    """Counts that Python waits for the device, by the user's line.
+    """Counts that Python waits for the device, by the user's line and for this thread.
 
     Raises:
         PolicyError: ``XLA_AMP_DEBUG`` has an unknown word.
     """
     where = place()
     _waits[where] += 1
+    with trace.lock:
+        trace.reads += 1
     if "sync" in config.debug():
         _log.warning("Python waits for the device: %s", with_source(where))
 

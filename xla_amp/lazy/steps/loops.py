@@ -34,7 +34,7 @@ import torch
 from xla_amp.backends import module_paths
 from xla_amp.common import compiling
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.trace import FIRST_GLANCE, FIRST_LOOK, instruction_of, trace
+from xla_amp.lazy.graph.trace import FIRST_GLANCE, FIRST_LOOK, Generation, instruction_of, trace
 from xla_amp.lazy.programs import execute, mesh
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io
@@ -47,8 +47,8 @@ class _Repetition:
     """The operation that a program without modules ends after."""
 
     def __init__(self) -> None:
-        self.generation = -1
-        """Of the trace that is read."""
+        self.generation: Generation | None = None
+        """The trace that is read."""
         self.position = 0
         """Length of the code that was read."""
         self.most = 0
@@ -57,15 +57,12 @@ class _Repetition:
         """Id of its instruction, or the number of the instruction's family."""
 
 
-_repetition = _Repetition()
-
-
 class _Pass:
     """The last backward pass that was seen, and the forward pass after it."""
 
     def __init__(self) -> None:
-        self.generation = -1
-        """Of the trace."""
+        self.generation: Generation | None = None
+        """The trace."""
         self.number = -1
         """torch's number of the backward pass."""
         self.count = 0
@@ -78,7 +75,20 @@ class _Pass:
         """Whether the forward pass has begun."""
 
 
-_pass = _Pass()
+class _Loop:
+    """Where a thread is in a loop."""
+
+    def __init__(self) -> None:
+        self.repetition = _Repetition()
+        self.backward = _Pass()
+
+
+def _loop() -> _Loop:
+    """Of this thread; the caller holds the trace's lock."""
+    found: _Loop | None = trace.loop
+    if found is None:
+        found = trace.loop = _Loop()
+    return found
 
 
 def flush_if_full(*operands: Any) -> None:
@@ -95,10 +105,13 @@ def look(*operands: Any) -> None:
     """
     if trace.count > trace.most:
         return execute.flush()
+    if trace.limit < 0:
+        step_marker.thread_begins()
     limit = trace.count + FIRST_LOOK
     if _is_kept_whole():
-        if (number := module_paths.backward_pass()) not in (-1, _pass.number):
-            _pass.number = number
+        seen = _loop().backward
+        if (number := module_paths.backward_pass()) not in (-1, seen.number):
+            seen.number = number
             private_api.when_backward_ends(_backward_ended)
     elif _is_part_of_a_step():
         if trace.nodes is None or mesh.replicas:
@@ -109,7 +122,7 @@ def look(*operands: Any) -> None:
             limit = 0
         elif _looks_at_each():
             limit = trace.count
-    elif trace.count <= FIRST_LOOK and _repetition.generation != trace.generation:
+    elif trace.count <= FIRST_LOOK and _loop().repetition.generation is not trace.generation:
         limit = min(FIRST_LOOK, trace.count + FIRST_GLANCE) if _looks_at_each() else FIRST_LOOK
     elif step_marker.ends_at_first_module():
         limit = trace.most
@@ -117,32 +130,36 @@ def look(*operands: Any) -> None:
         limit = trace.count
         if _is_repeated():
             execute.flush()
-            _repetition.generation, _repetition.position, _repetition.most, limit = trace.generation, 0, LONG, 0
+            seen, limit = _loop().repetition, 0
+            seen.generation, seen.position, seen.most = trace.generation, 0, LONG
     trace.limit = min(limit, trace.most)
 
 
 def _looks_at_each() -> bool:
     """Whether each operation is looked at, so that neither a short backward pass nor an update is missed."""
-    seen = _pass.generation == trace.generation
-    if seen and not _pass.forward:
+    last = _loop().backward
+    seen = last.generation is trace.generation
+    if seen and not last.forward:
         return True
-    return not step_marker.has_stepped() and trace.count - seen * _pass.count <= 3 * FIRST_LOOK
+    return not step_marker.has_stepped() and trace.count - seen * last.count <= 3 * FIRST_LOOK
 
 
 def _backward_ended() -> None:
     with trace.lock:
-        _pass.generation, _pass.count, _pass.nodes, _pass.others = trace.generation, trace.count, -1, 0
-        _pass.forward = False
+        last = _loop().backward
+        last.generation, last.count, last.nodes, last.others = trace.generation, trace.count, -1, 0
+        last.forward = False
         trace.limit = 0
 
 
 def _is_after_backward() -> bool:
     """Whether autograd records the operation that is looked at, and a backward pass has ended before it."""
-    if _pass.generation != trace.generation:
+    last = _loop().backward
+    if last.generation is not trace.generation:
         return False
-    before, _pass.nodes = _pass.nodes, private_api.autograd_nodes()
-    if before in (-1, _pass.nodes):
-        _pass.others += before != -1 and not _pass.forward
+    before, last.nodes = last.nodes, private_api.autograd_nodes()
+    if before in (-1, last.nodes):
+        last.others += before != -1 and not last.forward
         return False
     return True
 
@@ -156,13 +173,14 @@ def _updated(operands: Iterable[Any]) -> torch.Tensor | None:
     listed = itertools.chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in operands)
     tensors = [each for each in listed if isinstance(each, torch.Tensor) and each.device.type == tensor_io.DEVICE_TYPE]
     leaves = [each for each in tensors if each.requires_grad]
-    if not leaves and (_pass.forward or not _pass.others):
+    last = _loop().backward
+    if not leaves and (last.forward or not last.others):
         tensors = []
-    _pass.forward = True
+    last.forward = True
     for tensor in leaves or tensors:
         base = tensor if tensor._base is None else tensor._base
         number = tensor_io.buffer_of(tensor).number
-        if base.is_leaf and number >= _pass.count and number not in trace.parameter_numbers:
+        if base.is_leaf and number >= last.count and number not in trace.parameter_numbers:
             return tensor
     return None
 
@@ -175,7 +193,8 @@ def _drop_graph(tensor: torch.Tensor) -> None:
     """
     if tensor.is_floating_point() and not tensor.is_inference():
         leaf = tensor.detach().requires_grad_()
-        torch.autograd.grad(leaf, leaf, tensor.detach())
+        with trace.lock.released():  # autograd's thread may record another thread's backward pass before
+            torch.autograd.grad(leaf, leaf, tensor.detach())
 
 
 def _has_gradients() -> bool:
@@ -197,8 +216,8 @@ def _may_repeat() -> bool:
 
 def _is_repeated() -> bool:
     """Whether the operation of the repetition was recorded since the last look; takes one if there is none."""
-    code, seen, repeated = trace.code, _repetition, False
-    if seen.generation != trace.generation or trace.count > seen.most:
+    code, seen, repeated = trace.code, _loop().repetition, False
+    if seen.generation is not trace.generation or trace.count > seen.most:
         seen.generation, seen.position, seen.operation = trace.generation, len(code), None
         seen.most = trace.count + LONG
     position = min(seen.position, len(code))

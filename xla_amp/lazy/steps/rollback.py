@@ -24,7 +24,6 @@ from xla_amp.lazy.graph.trace import (
     trace,
 )
 from xla_amp.lazy.programs import execute
-from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io
 
 _Reference = weakref.ref[Buffer]
@@ -34,17 +33,19 @@ _Reference = weakref.ref[Buffer]
 def guard(tensors: Callable[[], Iterable[torch.Tensor]] = tuple) -> Iterator[Guard]:
     """Context manager with the `Guard` of its block, whose writes are recorded: `tensors` is for other engines."""
     made = Guard()
-    trace.guards.append(made)
     try:
         with execute.flush_nears.subscribed(made.keep):
             yield made
     finally:
-        trace.guards.remove(made)
+        with trace.lock:
+            trace.guards.remove(made)
 
 
 def spare(*tensors: torch.Tensor) -> None:
     """Lets the guards that are open not undo what is written to `tensors`, such as statistics of the step."""
-    for each in trace.guards:
+    with trace.lock:
+        guards = trace.guards
+    for each in guards:
         each.spared.update(weakref.ref(tensor_io.buffer_of(tensor)) for tensor in tensors)
 
 
@@ -52,7 +53,6 @@ class Guard:
     """The values that buffers had when a block began, for all that the block writes to."""
 
     def __init__(self) -> None:
-        self._reads = metrics.host_syncs
         self._kept: dict[_Reference, Buffer] = {}
         """A written buffer -> its old value, from before a program that ran in the block."""
         self.spared: set[_Reference] = set()
@@ -61,18 +61,16 @@ class Guard:
 
     def _begin(self) -> None:
         with trace.lock:
-            self._numbers = {
-                reference: buffer.number
-                for reference in trace.computed
-                if (buffer := reference()) is not None and buffer.number >= 0
-            }
-            self._parameters = [buffer.number for buffer in trace.parameters]
+            trace.guards.append(self)
+            self._reads = trace.reads
+            self._numbers = {weakref.ref(buffer): buffer.at for buffer in trace.results()}
+            self._parameters = trace.numbers()
             self._computed = len(trace.computed)
 
     def keep(self) -> None:
         """Before a program runs in the block: the old values become results of it."""
         for buffer, number in list(self._written()):
-            self._kept[weakref.ref(buffer)] = old = Buffer(buffer.spec, number)
+            self._kept[weakref.ref(buffer)] = old = _at(buffer.spec, number)
             trace.computed.append(weakref.ref(old))
         self._numbers, self._parameters, self._computed = {}, [], 0
 
@@ -81,10 +79,10 @@ class Guard:
         begun = len(self._parameters)
         numbers = [*self._parameters, *trace.parameter_numbers[begun:]]
         later = trace.computed[self._computed :]
-        older = [(reference(), number) for reference, number in self._numbers.items()]
-        for buffer, number in (*older, *zip(trace.parameters, numbers, strict=True)):
-            if buffer is not None and buffer.number != number and not self._is_kept(buffer):
-                yield buffer, number
+        older = [(buffer, buffer.number, was) for ref, was in self._numbers.items() if (buffer := ref()) is not None]
+        for buffer, now, was in (*older, *zip(trace.parameters, trace.numbers(), numbers, strict=True)):
+            if now != was and not self._is_kept(buffer):
+                yield buffer, was
         for buffer in [reference() for reference in later]:
             if buffer is None or buffer.array is None or type(buffer.array) is Poisoned or self._is_kept(buffer):
                 continue
@@ -96,12 +94,14 @@ class Guard:
 
     def waited(self) -> bool:
         """Whether the block has read a value on the host so far."""
-        return metrics.host_syncs != self._reads
+        with trace.lock:
+            return trace.reads != self._reads
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Whether the block made the memory of a tensor on the device."""
         buffer = tensor_io.buffer_of(tensor)
-        return buffer.number >= 0 and buffer.array is None and weakref.ref(buffer) not in self._numbers
+        with trace.lock:
+            return buffer.number >= 0 and buffer.array is None and weakref.ref(buffer) not in self._numbers
 
     def undo(self, found_inf: torch.Tensor, replaced: Sequence[tuple[torch.Tensor, torch.Tensor, Any]] = ()) -> None:
         """Undoes all writes to older buffers if `found_inf` (a scalar) is not zero.
@@ -129,7 +129,7 @@ class Guard:
             for new, old, storage in replaced:
                 buffer = storage._xla_amp
                 number = written[id(buffer)][1] if id(buffer) in written else buffer.number
-                before.append(tensor_io.read(old, buffer if number < 0 else Buffer(buffer.spec, number))[0])
+                before.append(tensor_io.read(old, buffer if number < 0 else _at(buffer.spec, number))[0])
                 now.append(tensor_io.read(new))
             if not now:
                 return
@@ -142,6 +142,10 @@ class Guard:
                 buffer.number = number
             for number, (new, _, _) in enumerate(replaced, first + len(written)):
                 tensor_io.write(new, number)
+
+
+def _at(spec: Spec, number: int) -> Buffer:
+    return Buffer(spec, number, generation=trace.generation)
 
 
 _selects = instruction_cache()

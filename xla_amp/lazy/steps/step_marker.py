@@ -22,10 +22,10 @@ import torch
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim
 
-from xla_amp.backends import dynamo
+from xla_amp.backends import dynamo, module_paths
 from xla_amp.common import events
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.trace import trace
+from xla_amp.lazy.graph.trace import Generation, OwnPoint, trace
 from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.programs.execute import flush
 from xla_amp.lazy.programs.metrics import metrics
@@ -35,41 +35,60 @@ from xla_amp.lazy.torch_integration import forks
 
 
 class _Step:
-    """Where the program is in its step."""
+    """Where a thread is in its step."""
 
     def __init__(self) -> None:
-        self.armed = -1
-        """Generation of the trace in which an optimizer step was recorded; no longer current after a flush."""
+        self.armed: Generation | None = None
+        """The trace in which an optimizer step was recorded; no longer the present one after a flush."""
         self.stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that stepped in that trace."""
-        self.hook: Any = None
-        """The module hook's handle, while it is installed."""
-        self.keeps_hook = False
-        """Whether it stays installed (`keep_hook`)."""
         self.awaited = False
         """Whether the next forward pass begins a step."""
         self.ended = False
         """Whether the next forward pass begins a program, too (`end_step`)."""
-        self.first: tuple[int, Any] = -1, None
-        """Generation of a trace, and a weak reference to the module that was called first in it."""
+        self.first: tuple[Generation | None, Any] = None, None
+        """A trace, and a weak reference to the module that was called first in it."""
         self.repeats = False
         """Whether the program ends where that module is called again (`loops`)."""
         self.paused = False
-        self.open = -1
-        """Generation of the trace in which a training step began that no optimizer step has ended."""
+        self.open: Generation | None = None
+        """The trace in which a training step began that no optimizer step has ended."""
         self.begins_program = False
         """Whether the last training step began with its program: nothing was recorded before its forward pass."""
-        self.with_optimizer = False
-        """Whether a step ends with the optimizer's (`end_with_optimizer`)."""
         self.unscaled = False
         """Whether a scaler has unscaled gradients and not updated its scale."""
+        self.calls = False
+        """Whether the thread calls modules, or is the one that started the device."""
+
+
+class _Process:
+    """What all threads share."""
+
+    def __init__(self) -> None:
+        self.steps: weakref.WeakSet[_Step] = weakref.WeakSet()
+        """Of the threads that record."""
+        self.hook: Any = None
+        """The module hook's handle, while it is installed."""
+        self.keeps_hook = False
+        """Whether it stays installed (`keep_hook`)."""
+        self.with_optimizer = False
+        """Whether a step ends with the optimizer's (`end_with_optimizer`)."""
         self.watches = True
         """Whether no optimizer has stepped parameters on the device."""
         self.on_cpu: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """Steps of optimizers whose first parameter is not on the device."""
 
 
-_step = _Step()
+_process = _Process()
+
+
+def _step() -> _Step:
+    """Where this thread is in its step; the caller holds the trace's lock."""
+    found: _Step | None = trace.step
+    if found is None:
+        found = trace.step = _Step()
+        _process.steps.add(found)
+    return found
 
 
 @events.Point
@@ -77,14 +96,21 @@ def may_repeat() -> bool:  # type: ignore[empty-body]
     """Asks whether the program may end where its first module is called again."""
 
 
+@OwnPoint
+def optimizer_steps(optimizer: torch.optim.Optimizer, /) -> None:
+    """Before an optimizer's step.  torch's own table of hooks may not change while another thread's step reads it."""
+
+
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Context manager that disables step boundaries: everything recorded becomes one executable."""
-    before, _step.paused = _step.paused, True
+    with trace.lock:
+        step = _step()
+    before, step.paused = step.paused, True
     try:
         yield
     finally:
-        _step.paused = before
+        step.paused = before
 
 
 def install() -> None:
@@ -92,17 +118,28 @@ def install() -> None:
     optim.register_optimizer_step_pre_hook(_before_step)
     optim.register_optimizer_step_post_hook(_after_step)
     forward_hook.forward_begins.subscribe(before_forward)
-    execute.program_ran.subscribe(_await_forward)
+    execute.program_ran.subscribe(_program_ran)
     forks.in_child.subscribe(_forget)
+    with trace.lock:
+        _step().calls = True
+        _await_forward()
+
+
+def thread_begins() -> None:
+    """Before the first operation of a thread, which may be in its first forward pass: no hook has seen that begin."""
     _await_forward()
+    for module in module_paths.running()[:1]:
+        before_forward(module)
 
 
 def step_begins() -> None:
     """Flushes if an optimizer step was recorded since the last flush."""
-    armed = _step.armed == trace.generation
-    _step.armed = -1
-    if armed and not _step.paused:
-        flush()
+    with trace.lock:
+        step = _step()
+        armed = step.armed is trace.generation
+        step.armed = None
+        if armed and not step.paused:
+            flush()
 
 
 def end_step() -> None:
@@ -111,16 +148,17 @@ def end_step() -> None:
     For loops of several processes, whose programs with collectives must be the same: what a process records or reads
     in between, to log a value for instance, is no part of them.
     """
-    flush()
     with trace.lock:
-        _step.ended = True
+        flush()
+        _step().ended = True
         _await_forward()
 
 
 def end_program() -> None:
     """Flushes, unless everything becomes one executable (`paused`)."""
-    if not _step.paused:
-        flush()
+    with trace.lock:
+        if not _step().paused:
+            flush()
 
 
 def loop_begins() -> None:
@@ -135,9 +173,9 @@ def loop_begins() -> None:
 
 
 def _run_alone() -> None:
-    if not trace.code or _step.paused or forks.is_forked():
-        return
     with trace.lock:
+        if not trace.code or _step().paused or forks.is_forked():
+            return
         arrays = {id(buffer.array) for buffer in trace.parameters}
         made = [buffer for reference in trace.computed if (buffer := reference()) is not None]
         flush()
@@ -152,54 +190,60 @@ def end_with_optimizer() -> None:
 
     In every process at the same place: afterwards each may read what it likes.
     """
-    _step.with_optimizer = True
+    _process.with_optimizer = True
 
 
 def unscales() -> None:
     """A scaler unscales gradients: its update will end the step."""
-    _step.unscaled = True
+    with trace.lock:
+        _step().unscaled = True
 
 
 def scale_is_updated() -> None:
     """A scaler has updated its scale."""
-    _step.unscaled = False
-    if _step.with_optimizer and not _step.paused and _step.armed == trace.generation:
-        end_step()
+    with trace.lock:
+        step = _step()
+        step.unscaled = False
+        if _process.with_optimizer and not step.paused and step.armed is trace.generation:
+            end_step()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    optimizer_steps(optimizer)
     if not optimizer_step.is_on_device(optimizer):
         return
-    if _step.armed == trace.generation and optimizer in _step.stepped:
-        step_begins()
-    trace.nodes = None  # what the optimizer records is part of a training step
+    with trace.lock:
+        if _step().armed is trace.generation and optimizer in _step().stepped:
+            step_begins()
+        trace.nodes = None  # what the optimizer records is part of a training step
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer_step.is_on_device(optimizer):
         device_was_used()
-        _step.open = -1
-        if trace.code:
-            _arm(optimizer)
-            if _step.with_optimizer and not _step.paused and not _step.unscaled:
-                end_step()
+        with trace.lock:
+            step = _step()
+            step.open = None
+            if trace.code:
+                _arm(step, optimizer)
+                if _process.with_optimizer and not step.paused and not step.unscaled:
+                    end_step()
     else:
         stepped(optimizer)
 
 
-def _arm(optimizer: torch.optim.Optimizer) -> None:
-    with trace.lock:
-        if _step.armed != trace.generation:
-            _step.stepped.clear()
-        _step.armed = trace.generation
-        _step.stepped.add(optimizer)
-        _await_forward()
+def _arm(step: _Step, optimizer: torch.optim.Optimizer) -> None:
+    if step.armed is not trace.generation:
+        step.stepped.clear()
+    step.armed = trace.generation
+    step.stepped.add(optimizer)
+    _await_forward()
 
 
 def keep_hook() -> None:
     """Leaves the module hook installed for good: Dynamo compiles again when hooks have changed."""
     with trace.lock:
-        _step.keeps_hook = True
+        _process.keeps_hook = True
         _await_forward()
 
 
@@ -209,75 +253,89 @@ def _await_forward() -> None:
     A global module hook slows every module call down, so it is removed after the first call.
     """
     with trace.lock:
-        _step.awaited, _step.repeats = True, False
+        step = _step()
+        step.awaited, step.repeats = True, False
         _install_hook()
 
 
+def _program_ran() -> None:
+    step = _step()
+    if step.calls:
+        _await_forward()
+    else:  # a thread that loads or logs
+        step.awaited = False
+
+
 def _install_hook() -> None:
-    if _step.hook is None:
-        _step.hook = nn_module.register_module_forward_pre_hook(forward_hook.before_forward)
+    if _process.hook is None:
+        _process.hook = nn_module.register_module_forward_pre_hook(forward_hook.before_forward)
 
 
 def before_forward(module: torch.nn.Module) -> None:
     """Marks the forward pass of a module, or of a compiled graph, which may be the first one of a step."""
-    if _step.awaited or _step.repeats:
-        with trace.lock:
+    with trace.lock:
+        step = _step()
+        if step.awaited or step.repeats:
             trains = getattr(module, "training", False)  # a frozen module of TorchScript does not have it
-            _forward_begins(module, trains and torch.is_grad_enabled())
+            _forward_begins(step, module, trains and torch.is_grad_enabled())
 
 
-def _forward_begins(module: torch.nn.Module, trains: bool) -> None:
-    if not _step.awaited:
-        if module is not _first_module() or _step.paused or not any(may_repeat()):
+def _forward_begins(step: _Step, module: torch.nn.Module, trains: bool) -> None:
+    if not step.awaited:
+        if module is not _first_module() or step.paused or not any(may_repeat()):
             return
         flush()
-        _step.repeats = True
-    _step.awaited = False
-    if _step.ended:
-        _step.ended = False
+        step.repeats = True
+    step.awaited, step.calls = False, True
+    if step.ended:
+        step.ended = False
         flush()
-    if not _step.keeps_hook and not _step.repeats:
+    if not _process.keeps_hook and not any(each.awaited or each.repeats for each in _process.steps):
         _remove_hook()
     step_begins()
     if trains and not is_open() and any(p.device.type == DEVICE_TYPE for p in module.parameters()):
         # What was recorded between two steps, sums and copies of weights for instance, is no part of the second.
-        before, _step.begins_program = _step.begins_program, not trace.code
+        before, step.begins_program = step.begins_program, not trace.code
         if before and trace.nodes == (threading.get_ident(), private_api.autograd_nodes()):
             _run_alone()
-    _step.first = trace.generation, weakref.ref(module)
+    step.first = trace.generation, weakref.ref(module)
     if trains:
-        _step.open = trace.generation
+        step.open = trace.generation
 
 
 def _first_module() -> Any:
-    generation, module = _step.first
-    return module() if generation == trace.generation else None
+    generation, module = _step().first
+    return module() if generation is trace.generation else None
 
 
 def ends_at_first_module() -> bool:
     """From now on this program ends where its first module is called again; False if none has been called in it."""
     _install_hook()
+    step = _step()
     if _first_module() is None:  # it was called on the CPU, and is gone
-        _step.awaited = True
+        step.awaited = True
     else:
-        _step.repeats = True
-    return _step.repeats
+        step.repeats = True
+    return step.repeats
 
 
 def is_open() -> bool:
     """Whether the forward pass of a training step has begun in this trace, and no optimizer step has followed."""
-    return _step.open == trace.generation
+    with trace.lock:
+        return _step().open is trace.generation
 
 
 def _remove_hook() -> None:
-    if _step.hook is not None:
-        _step.hook.remove()
-        _step.hook = None
+    if _process.hook is not None:
+        _process.hook.remove()
+        _process.hook = None
 
 
 def _forget() -> None:
     """In a forked child: a module on the CPU, a loader's transform for instance, begins no step of the parent's."""
-    _step.armed, _step.awaited, _step.ended, _step.open, _step.repeats = -1, False, False, -1, False
+    for step in _process.steps:
+        step.armed = step.open = None
+        step.awaited = step.ended = step.repeats = False
     _remove_hook()
 
 
@@ -296,23 +354,23 @@ STEPS = 10
 
 def device_was_used() -> None:
     """An optimizer has stepped parameters on the device: the program knows what is where."""
-    _step.watches = False
-    _step.on_cpu.clear()
+    _process.watches = False
+    _process.on_cpu.clear()
 
 
 def has_stepped() -> bool:
     """Whether an optimizer has stepped parameters on the device."""
-    return not _step.watches
+    return not _process.watches
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> None:
     """Counts a step of an optimizer whose first parameter is not on the device; warns at the `STEPS`-th."""
-    if not _step.watches:
+    if not _process.watches:
         return
-    count = _step.on_cpu[optimizer] = _step.on_cpu.get(optimizer, 0) + 1
+    count = _process.on_cpu[optimizer] = _process.on_cpu.get(optimizer, 0) + 1
     if count < STEPS:
         return
-    del _step.on_cpu[optimizer]
+    del _process.on_cpu[optimizer]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     elements = sum(p.numel() for p in parameters)
     device_works = trace.count > 0 or metrics.executions > 0

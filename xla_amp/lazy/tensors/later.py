@@ -28,7 +28,7 @@ class Read:
             if buffer.number < 0:
                 self._take()
             else:
-                _waiting.append(self)
+                trace.waiting.append(self)
 
     def _take(self) -> None:
         """Starts the copy; the caller holds the trace's lock."""
@@ -45,8 +45,9 @@ class Read:
 
     def value(self) -> torch.Tensor | None:
         """The value on the CPU; None if the step that was to compute it failed.  Waits unless it is `ready`."""
-        if self._buffer is not None:
-            execute.flush()
+        with trace.lock:
+            if self._buffer is not None and self._buffer.number >= 0:  # else another thread's trace has run
+                execute.flush()
         if self._array is None:
             return None
         if not self._array.is_ready():
@@ -56,18 +57,14 @@ class Read:
         return to_torch(np.array(self._array, copy=True))
 
 
-_waiting: list[Read] = []
-"""Reads of values that the present trace computes."""
-
-
 def read_later(tensor: torch.Tensor) -> Read:
     """Starts to read `tensor`, a whole storage on the device, without waiting; records nothing."""
     return Read(tensor)
 
 
 def _take_all() -> None:
-    while _waiting:
-        _waiting.pop()._take()
+    while trace.waiting:
+        trace.waiting.pop()._take()
 
 
 execute.program_ran.subscribe(_take_all)

@@ -25,6 +25,7 @@ from xla_amp.lazy.graph.trace import (
     cast,
     instruction_cache,
     record,
+    release,
     spec,
     trace,
 )
@@ -98,7 +99,7 @@ def read(tensor: torch.Tensor, of: Buffer | None = None) -> tuple[int, Spec]:
     buffer = of or buffer_of(tensor)
     value_spec = buffer.spec
     if tensor.shape == value_spec.shape and tensor.is_contiguous() and tensor.dtype is value_spec.dtype:
-        return (buffer.number if buffer.number >= 0 else add_parameter(buffer)), value_spec
+        return (buffer.at if buffer.generation is trace.generation else add_parameter(buffer)), value_spec
     return read_view(tensor, buffer)
 
 
@@ -116,9 +117,7 @@ def operands(
         if type(tensor) in PLAIN and (buffer := tensor.untyped_storage()._xla_amp) is not None:
             value_spec = buffer.spec
             if tensor.shape == value_spec.shape and tensor.is_contiguous() and tensor.dtype is value_spec.dtype:
-                number = buffer.number
-                if number < 0:
-                    number = add_parameter(buffer)
+                number = buffer.at if buffer.generation is trace.generation else add_parameter(buffer)
                 whole = buffer
             else:
                 number, value_spec = read_view(tensor, buffer)
@@ -147,9 +146,7 @@ def read_view(tensor: torch.Tensor, buffer: Buffer) -> tuple[int, Spec]:
     instruction = _reads.get(key)
     if instruction is None:
         instruction = _reads[key] = _read_instruction(*key)
-    number = buffer.number
-    if number < 0:
-        number = add_parameter(buffer)
+    number = buffer.at if buffer.generation is trace.generation else add_parameter(buffer)
     return record(instruction, number), instruction.outs[0]  # type: ignore[return-value]
 
 
@@ -229,7 +226,7 @@ def write_all(tensors: Iterable[torch.Tensor], wholes: Iterable[Buffer | None], 
     """Writes the values from `number` on to tensors that `operands` has just read; `wholes` is from there."""
     for value, (tensor, whole) in enumerate(zip(tensors, wholes, strict=True), number):
         if whole is not None:
-            whole.number = value
+            whole.at = value
         else:
             write(tensor, value)
 
@@ -307,7 +304,7 @@ def _grow(tensor: torch.Tensor, buffer: Buffer, size: int) -> None:
             return [jax.numpy.pad(flat, (0, target.size - old.size))]
 
         instruction = _growths[old, target] = Instruction("resize", emit, (target,), 1)
-    grown = Buffer(target, record(instruction, number))
+    grown = Buffer(target, record(instruction, number), generation=trace.generation)
     trace.computed.append(weakref.ref(grown))
     store._xla_amp = grown
 
@@ -316,7 +313,7 @@ def new_tensor(value_spec: Spec, number: int) -> torch.Tensor:
     """A new tensor with the value `number`."""
     tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
     store: Any = tensor.untyped_storage()
-    store._xla_amp = buffer = Buffer(value_spec, number)
+    store._xla_amp = buffer = Buffer(value_spec, number, None, trace.generation)
     trace.computed.append(weakref.ref(buffer))
     return tensor
 
@@ -332,7 +329,7 @@ def array_of(tensor: torch.Tensor) -> jax.Array:
         buffer = buffer_of(tensor)
         if not is_whole(tensor):
             number, value_spec = read(tensor)
-            buffer = Buffer(value_spec, number)
+            buffer = Buffer(value_spec, number, generation=trace.generation)
             trace.computed.append(weakref.ref(buffer))
         return value_of(buffer)
 
@@ -353,7 +350,10 @@ def is_whole(tensor: torch.Tensor) -> bool:
 def unrecorded(tensor: torch.Tensor) -> Unrecorded | None:
     """The tensor's value if it is still to be recorded and the tensor is all of it."""
     buffer = buffer_of(tensor)
-    waits = buffer.unrecorded is not None and buffer.number < 0 and buffer.array is None
+    if buffer.unrecorded is None:
+        return None
+    with trace.lock:
+        waits = buffer.number < 0 and buffer.array is None
     return buffer.unrecorded if waits and is_whole(tensor) else None
 
 
@@ -403,6 +403,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         whole = source.shape == target.shape and is_whole(target) and not trace.guards
         if whole and (buffer.number < 0 or not any(held is buffer for held in trace.parameters)):
             # An upload of the whole buffer replaces the array; operations recorded before use the old value number.
+            release([buffer], lambda old: old)
             buffer.array, buffer.number = array, -1
             return
         source = transfer.wrap(array)

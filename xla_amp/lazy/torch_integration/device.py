@@ -120,7 +120,7 @@ class BackendModule:
 
     def initial_seed(self) -> int:
         """The last seed."""
-        return generator.stream()[0]
+        return generator.state()[0]
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         """uint8[16] state of the device's generator."""

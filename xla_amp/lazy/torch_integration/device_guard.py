@@ -34,6 +34,7 @@ import torch
 from xla_amp.backends import backward_threads, module_paths
 from xla_amp.common import interrupts
 from xla_amp.errors import DeviceError
+from xla_amp.lazy.graph import trace as graph
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
@@ -85,7 +86,7 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
     """torch's ``_engine_run_backward`` that raises the errors of hooks which `type_` took away.
 
     An error does not tell which pass it belongs to, so the passes of several threads run one after the other.  They
-    did before: autograd has one thread for the device.
+    did before: autograd has one thread for the device.  What that records belongs to the thread that calls this.
 
     torch takes the device for its one accelerator from its registration on, and no public function takes that back
     (pytorch#161129, torch 2.8 to 2.15).  Of a node on CUDA it then has no stream, and fails in an internal assertion.
@@ -96,7 +97,9 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
     types = {x.device.type for x in outputs if isinstance(x, torch.Tensor)}
     if not types.isdisjoint(_ACCELERATORS):
         raise _two_accelerators(", ".join(map(repr, sorted(types & _ACCELERATORS))))
-    with contextlib.nullcontext() if DEVICE_TYPE not in types or module_paths.in_backward() else _lock:
+    on_device = DEVICE_TYPE in types
+    alone = _lock if on_device and not module_paths.in_backward() else contextlib.nullcontext()
+    with alone, graph.backward(on_device):
         return _run(original, outputs, *args, **kwargs)
 
 

@@ -64,7 +64,7 @@ def expected() -> Iterator[None]:
 
 
 def _before() -> None:
-    trace.lock.acquire()  # in the child, no other thread would release it
+    trace.lock.__enter__()  # in the child, no other thread would release it
     _clients.extend(private_api.clients())
 
 

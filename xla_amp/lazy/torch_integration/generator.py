@@ -1,13 +1,14 @@
 """The device's random generator: a (seed, offset) pair on the host, like the state of CUDA's Philox generator.
 
-The pair is an input of the executable, and each random operation adds its index.  So a seed gives the same numbers
-wherever the trace is flushed, and a new seed never recompiles.  Setting the state in the middle of a trace, as
-activation checkpointing does, starts a second stream in the same executable.  A `Generator` that the user made has
-its own stream, which is an input of the executable too.
+Each thread that records has a pair.  It is an input of the executable, and each random operation adds its index.  So a
+seed gives the same numbers wherever the trace is flushed, and a new seed never recompiles.  Setting the state in the
+middle of a trace, as activation checkpointing does, starts a second stream in the same executable.  A `Generator` that
+the user made has its own stream, which is an input of the executable too.
 """
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import weakref
 from typing import Any
@@ -16,23 +17,26 @@ import numpy as np
 import torch
 
 from xla_amp.backends import base
-from xla_amp.lazy.graph.trace import trace
+from xla_amp.lazy.graph.trace import Generation, trace
 
 _seed = 0
-_offset = 0
-seedings = 0
-"""How often `manual_seed` was called."""
+"""The last one that a thread has set; one that has set none draws from it too, from another offset on."""
+_threads = itertools.count(1)
+_APART = 0x9E3779B1
+"""Multiples of it are far from each other modulo 2**32, which offsets are taken by."""
 
 
 def stream() -> tuple[int, int]:
-    """(seed, offset) at the start of the current stream."""
-    return _seed, _offset
+    """(seed, offset) at the start of the current stream; the caller holds the trace's lock."""
+    if trace.random is None:
+        trace.random = _seed, _APART * next(_threads) % 2**32
+    return trace.random
 
 
 def advance(draws: int) -> None:
     """Moves the states past the random operations of the trace, `draws` of the device's generator."""
-    global _offset
-    _offset += draws
+    seed, offset = stream()
+    trace.random = seed, offset + draws
     for other in trace.generators:
         if isinstance(other, Generator):
             other.advance()
@@ -40,19 +44,21 @@ def advance(draws: int) -> None:
 
 def state() -> tuple[int, int]:
     """(seed, offset) of the next random operation."""
-    return _seed, _offset + trace.draws
+    with trace.lock:
+        seed, offset = stream()
+        return seed, offset + trace.draws
 
 
 def set_state(seed: int, offset: int) -> None:
     """Continues at `offset` of `seed`."""
-    global _seed, _offset
+    global _seed
     with trace.lock:
         if trace.draws or trace.streams:
             _own_stream()
             trace.stream = len(trace.streams)
             trace.streams.append((seed, offset))
         trace.draws = 0
-        _seed, _offset = seed, offset
+        _seed, trace.random = seed, (seed, offset)
 
 
 def _own_stream() -> None:
@@ -82,8 +88,8 @@ def _draw_from(other: torch.Generator) -> tuple[int, int]:
 
 def manual_seed(seed: int) -> None:
     """Seeds the device (any Python integer; taken modulo 2**64 as torch does)."""
-    global seedings
-    seedings += 1
+    with trace.lock:
+        trace.seedings += 1
     set_state(_word(seed), 0)
 
 
@@ -139,8 +145,8 @@ class Generator(torch.Generator):
         self: Generator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
         self._draws = 0
         self._stream = 0
-        self._generation = -1
-        """Of the trace that has this generator's stream."""
+        self._generation: Generation | None = None
+        """The trace that has this generator's stream."""
         self.manual_seed(67280421310721)  # torch's default seed
         _generators[self._cdata] = self  # type: ignore[attr-defined]
         return self
@@ -152,18 +158,20 @@ class Generator(torch.Generator):
 
     def _state(self) -> tuple[int, int]:
         """(seed, offset) of the next random operation."""
-        return self._seed, self._offset + (self._draws if self._generation == trace.generation else 0)
+        open_ = self._generation is not None and self._generation.owner is not None
+        return self._seed, self._offset + (self._draws if open_ else 0)
 
     def _set(self, seed: int, offset: int) -> Generator:
         with trace.lock:
             self._seed, self._offset = seed, offset
-            self._draws, self._generation = 0, -1
+            self._draws, self._generation = 0, None
         super().manual_seed(seed)
         return self
 
     def draw(self) -> tuple[int, int]:
         """(stream, index) for the random operation that is being recorded."""
-        if self._generation != trace.generation:  # the first draw of this trace, or since the seed was set
+        if self._generation is not trace.generation:  # the first draw of this trace, or since the seed was set
+            self._seed, self._offset = self._state()  # behind what another thread's trace draws
             self._generation, self._stream, self._draws = trace.generation, len(trace.streams), 0
             trace.streams.append((self._seed, self._offset))
             trace.generators.append(self)
@@ -172,8 +180,9 @@ class Generator(torch.Generator):
 
     def advance(self) -> None:
         """Moves the state past the operations of the trace that ran."""
-        self._seed, self._offset = self._state()
-        self._draws = 0
+        if self._generation is trace.generation:
+            self._seed, self._offset = self._state()
+            self._draws = 0
 
     def manual_seed(self, seed: int) -> Generator:
         """Seeds the generator (any Python integer; taken modulo 2**64 as torch does)."""
