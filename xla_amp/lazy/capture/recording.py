@@ -244,8 +244,8 @@ class Recording:
             return "it seeds the random generator; seed it outside"
         if self._drew:
             what = "draw on the device, or outside, and pass the result as a tensor or a number"
-            who = "it, or another thread meanwhile," if threading.active_count() > 1 else "it"
-            return f"{who} draws from {self._drew[0]} on the host, where a replay would not ({what})"
+            others = " (or another thread did meanwhile)" if threading.active_count() > 1 else ""
+            return f"it draws from {self._drew[0]} on the host{others}, where a replay would not ({what})"
         old, new = self._before.unchanged(self._steered), after.unchanged(after.steered())
         changes = {label: each for label, *each in differences(old, new)}
         same = {label: ["", by, by] for label, by in itertools.chain(*new) if label in self._state.counters}
