@@ -59,7 +59,7 @@ class Lock(_thread.RLock):  # type: ignore[misc]
         self.thread = 0
         """The last thread that held it, by `get_ident`; what hears of `changes_hands` sets it."""
 
-    def __enter__(self) -> bool:
+    def __enter__(self) -> bool:  # type: ignore[override]
         self.acquire()
         try:
             if _thread.get_ident() != self.thread:
