@@ -85,13 +85,15 @@ def _assert_async(
         if not self.item():
             raise RuntimeError(text)
     else:
-        _asserted.append((read_later((self != 0).reshape(())), text))
+        with trace.lock:
+            _asserted.append((read_later((self != 0).reshape(())), text))
     return dep_token  # type: ignore[no-any-return]
 
 
 def _check_asserted() -> None:
-    ready = [each for each in _asserted if each[0].ready()]
-    _asserted[:] = [each for each in _asserted if each not in ready]
+    with trace.lock:
+        ready = [each for each in _asserted if each[0].ready()]
+        _asserted[:] = [each for each in _asserted if each not in ready]
     for read, text in ready:
         if (value := read.value()) is not None and not value:
             raise RuntimeError(text)
