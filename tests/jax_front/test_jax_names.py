@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import pathlib
+import sys
 from typing import get_args
 
 import jax
@@ -10,13 +12,15 @@ import jax.numpy as jnp
 import jax.scipy.special
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
 
 import xla_amp
 from xla_amp.jax import autocast, compat, rebind
 from xla_amp.jax.contraction_primitives import described
 from xla_amp.jax.decisions import request
 from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
-from xla_amp.jax.primitives import PrimitiveKind
+from xla_amp.jax.primitives import PRIMITIVES, PrimitiveKind
+from xla_amp.policy import op_catalog
 
 MATRIX = jnp.eye(4) * 6 + jnp.outer(jnp.arange(4.0), jnp.arange(4.0)) / 4 + 0.37
 
@@ -142,3 +146,15 @@ def test_files_of_the_lowerings_of_torch_operations():
 
 def test_a_kind_of_primitive_with_jaxprs_has_a_form_and_a_rule():
     assert rebind.KINDS == HIGHER_ORDER_RULES.keys() <= set(get_args(PrimitiveKind))
+
+
+def test_every_primitive_is_in_a_table():
+    for module in ("jax.experimental.pallas", "jax.experimental.sparse", "jax.nn", "jax.random", "jax.scipy.linalg"):
+        importlib.import_module(module)
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "jax"]
+    found = [each for module in modules for each in vars(module).values() if isinstance(each, Primitive)]
+    names = {each.name for each in found}
+    ours = {name for name in names if name.startswith("low_")}
+    missing = names - ours - PRIMITIVES.keys() - op_catalog.catalogue().names["jaxpr"].keys()
+    assert "random_gamma" in names
+    assert not missing, "give each a row in xla_amp/jax/primitives.py, or an ATen name in policy/tables/classes.toml"

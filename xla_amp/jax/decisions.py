@@ -56,7 +56,11 @@ def decide(
     `aten` is the name of the ATen operation that it is here, if it stands for several; `path` that of its module.
     """
     operation, *same = op_catalog.same_as(aten) if aten else op_catalog.meanings("jaxpr", primitive) or (primitive,)
-    return policy.decision(operation, path, tuple(same)), policy.reaching(operation, path, tuple(same))
+    decision = policy.decision(operation, path, tuple(same))
+    row = info(primitive)
+    if not aten and row.kind in (None, "clear") and not (row.picks or row.plumbing):
+        decision = decision.between_products()
+    return decision, policy.reaching(operation, path, tuple(same))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

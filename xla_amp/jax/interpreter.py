@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from xla_amp.common import events
-from xla_amp.common.types import Cast
+from xla_amp.common.types import LOW_DTYPES, Cast
 from xla_amp.jax import compat, rebind
 from xla_amp.jax.analyses.exact_reads import exact_values
 from xla_amp.jax.contraction_primitives import contract_low, described
@@ -37,7 +37,6 @@ from xla_amp.jax.higher_order import composites, float32_regions
 from xla_amp.jax.jaxpr_analysis import (
     follows_gradients,
     gradient_outputs,
-    near_one,
     residual_additions,
     residual_outputs,
 )
@@ -102,7 +101,6 @@ class Interpreter:
         gradients = gradient_outputs(jaxpr, self.backward, f32_outputs)
         wide = gradients | exact_values(jaxpr, f32_outputs)
         optimizer = follows_gradients(jaxpr, self.settings.after_gradients)
-        near = frozenset[int]() if self.settings.as_written else near_one(jaxpr)
         self.residuals = residual_outputs(jaxpr)
         as_written = bool(self.settings.as_written)
         if self.settings.residual == "low" and not as_written:
@@ -138,8 +136,6 @@ class Interpreter:
             eqn = jaxpr.eqns[index]
             flags = tuple(var in wide for var in eqn.outvars)
             operands = [_read(environment, atom) for atom in eqn.invars]
-            if index in near:
-                operands = [Value(self.casts.cast(value, F32), value.facts) for value in operands]
             with compat.equation_context(eqn):
                 outs = self.process(eqn, operands, f32_outputs=flags, after_gradients=index in optimizer)
             environment.update(zip(eqn.outvars, outs, strict=True))
@@ -298,6 +294,8 @@ class Interpreter:
             raise ban_error(primitive.name, decision)
         # `CastCache.adopts_dtype` judges a literal by its value.
         weak = [not isinstance(a, compat.Literal) and bool(getattr(a.aval, "weak_type", False)) for a in eqn.invars]
+        if decision.rule is None and kind in (None, "clear"):
+            decision = self._unruled(row, decision, operands, weak, avals)
         results: list[Value] | None = None
         if kind == "contraction" and decision.cast in ("low", "low_fp32_out") and not kept:
             wide = decision.cast == "low_fp32_out" or any(f32_outputs or ())
@@ -330,6 +328,19 @@ class Interpreter:
             place = where(self.outer, eqn)
             emit_decision(policy, primitive.name, decision, given, used, outs, place, kept, cost, told)
         return list(map(inside, outs)) if results is None else results
+
+    def _unruled(
+        self, row: PrimitiveInfo, decision: Decision, operands: list[Value], weak: Sequence[bool], avals: Sequence[Any]
+    ) -> Decision:
+        """The decision for a primitive without a rule, by what it reads: a number is never rounded."""
+        if any(dtype_of(aval) in _LOW for aval in avals):
+            return decision._replace(cast="promote")  # as it was written
+        if decision.cast == "fp32":
+            scaled = any(self.casts.scales(operands[index]) for index in row.scaled_by)
+            return decision._replace(cast="promote") if scaled else decision
+        numbers = (is_weak or value.is_number() for value, is_weak in zip(operands, weak, strict=True))
+        computes = decision.operation in op_catalog.catalogue().may_be_low
+        return decision._replace(cast="fp32") if computes and any(numbers) else decision
 
     def _kept(self, operands: list[Value], eqn: Any, after_gradients: bool) -> str:
         """Why a contraction runs as it was written, whatever the policy says; empty if it does not."""
@@ -496,6 +507,7 @@ def _recomputed(function: Callable[..., list[Any]], operands: Sequence[Any]) -> 
 
 
 _NUMERICAL: Final = "a step of JAX's QR, samplers or special functions, which need float32"
+_LOW: Final = frozenset(map(jax.numpy.dtype, LOW_DTYPES))
 _RESIDUAL: Final = "x + f(x): residual='low' lets it be low as f(x) is"
 
 

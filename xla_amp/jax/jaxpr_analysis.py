@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, TypeVarTuple, Unpack
 
 import numpy as np
@@ -14,7 +14,7 @@ from xla_amp.jax import compat, rebind
 from xla_amp.jax.contraction_primitives import described
 from xla_amp.jax.decisions import asked_precision, decide, dtype_of
 from xla_amp.jax.primitives import PrimitiveInfo, info, name_of
-from xla_amp.policy import Policy, beside_low
+from xla_amp.policy import Policy
 
 _T = TypeVar("_T")
 _Rest = TypeVarTuple("_Rest")
@@ -210,52 +210,14 @@ def follows_gradients(jaxpr: Any, after: bool) -> frozenset[int]:
 
 def _activates(node: Node) -> bool:
     """Whether an equation is a layer's nonlinearity, which no optimizer has."""
-    return node.row.kind == "custom_jvp" or "made" in _near_one(node)
+    if node.row.kind in ("call", "checkpoint"):
+        return any(map(_any_activates, node.inside))
+    return node.row.kind == "custom_jvp" or node.row.activates
 
 
 @per_jaxpr
-def near_one(jaxpr: Any) -> frozenset[int]:
-    """Numbers of equations whose results are near 1, where a logarithm, a root or a divisor reads how near.
-
-    In a low dtype ``1 - sigmoid(z)`` has lost all digits, or is 0.
-    """
-    kinds = [_near_one(node) for node in nodes(jaxpr)]
-    if not any("made" in each for each in kinds):
-        return frozenset()
-    read: list[Any] = []
-    makers: dict[Any, int] = {}
-    for index, (node, each) in enumerate(zip(nodes(jaxpr), kinds, strict=True)):
-        makers.update(dict.fromkeys(node.eqn.outvars, index))
-        if "read" in each:
-            read += node.reads
-        elif each == {"divided"}:
-            read += compat.variables(node.eqn.invars[1:])
-
-    def kind(value: Any) -> beside_low.NearOne:
-        found = kinds[makers[value]] if value in makers else ()
-        return "ends" if "ends" in found else "made" if "made" in found else ""
-
-    def sources(value: Any) -> Iterable[Any]:
-        return nodes(jaxpr)[makers[value]].reads if value in makers else ()
-
-    return frozenset(makers[value] for value in beside_low.near_one(read, kind, sources))
-
-
-_NEAR_ONE: Final = {kind: frozenset({kind}) for kind in ("", "made", "read", "divided", "ends")}
-
-
-def _near_one(node: Node) -> frozenset[str]:
-    if node.row.kind in ("call", "checkpoint", "custom_jvp"):
-        return frozenset[str]().union(*map(_near_one_inside, node.inside))
-    return _NEAR_ONE[node.row.near_one if node.row.kind in _TRANSPARENT else "ends"]
-
-
-_TRANSPARENT: Final = frozenset({None, "clear", "data_movement", "conversion"})
-
-
-@per_jaxpr
-def _near_one_inside(jaxpr: Any) -> frozenset[str]:
-    return frozenset[str]().union(*map(_near_one, nodes(jaxpr)))
+def _any_activates(jaxpr: Any) -> bool:
+    return any(map(_activates, nodes(jaxpr)))
 
 
 def gradient_outputs(jaxpr: Any, backward: bool, f32_outputs: Sequence[bool] | None) -> frozenset[Any]:

@@ -3,7 +3,7 @@
 The policy decides which dtype a primitive computes in (``policy/tables``, by the ATen name that
 ``policy/tables/classes.toml`` gives the primitive).  This table says what else is needed to apply the decision, to find
 backward passes and regions, and to report: one row for primitives that are alike, with a column for each question.  The
-default, for a primitive without a row: promote the operands to their widest dtype and bind it.
+default, for a primitive without a row: what it computes, it computes in float32.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ class PrimitiveInfo(NamedTuple):
     """The parameter that holds, for each axis of its result, the axis of its operand."""
     axis_places: str = ""
     """The parameter that holds, for each axis of its operand, the axis of its result."""
-    near_one: Literal["", "made", "read", "divided", "ends"] = ""
-    """Whether its result is near 1 or -1 for many operands, whether it reads how far its operand or divisor is from
-    there, or whether its result does not depend on that."""
+    scaled_by: tuple[int, ...] = ()
+    """The operands of which one may be a power of two, so that it rounds nothing: then it needs no float32."""
+    activates: bool = False
+    """Whether it is a layer's nonlinearity, which no optimizer has."""
     square: str = ""
     """The primitive that it is for a value and itself."""
 
@@ -91,6 +92,7 @@ def _row(kind: PrimitiveKind | None, why: str, *primitives: str, **columns: Any)
 
 _MOVED: Final = "elements are moved, not computed"
 _APART: Final = "operands are not combined with each other"
+_BETWEEN_DEVICES: Final = "elements are moved or added between devices"
 _FIXED: Final = "its sub-jaxpr or kernel was traced for these dtypes"
 
 # fmt: off
@@ -209,17 +211,62 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
         "digamma", "erf_inv", "igamma", "igammac", "lgamma", "polygamma", "zeta",
         cheap=False,
     )
-    | _row(None, "its result may be near 1 or -1", "cos", "erf", "logistic", "sin", "tanh", near_one="made")
-    | _row(
-        None, "it reads how far its operand is from 0 or 1",
-        "acos", "acosh", "asin", "atanh", "log", "log1p", "rsqrt", "sqrt",
-        near_one="read",
-    )
-    | _row(None, "it reads how far its divisor is from 0", "div", near_one="divided")
-    | _row(None, "it depends little on how far its operand is from 1", "exp", "exp2", "reduce_sum", near_one="ends")
+    | _row(None, "a layer's nonlinearity", "cos", "erf", "logistic", "sin", "tanh", activates=True)
+    | _row(None, "it divides two arrays", "div", scaled_by=(1,))
+    | _row(None, "what a remainder of a count is depends on each digit of the count", "rem", exact=True)
     | _row(None, "it moves what it gets", "device_put", "expand_dims", plumbing=True)
     | _row(None, "it moves what it gets", "stop_gradient", cheap=True, plumbing=True)
-    | _row(None, "its result may have another dtype", "mul", dtype_parameter="out_dtype", square="square")
+    | _row(
+        None, "it moves or makes values, or computes no floats",
+        "after_all", "and", "axis_index", "bcoo_extract", "bcoo_fromdense", "bcoo_sort_indices",
+        "bcoo_todense", "bcoo_transpose", "bcsr_extract", "bcsr_fromdense", "bcsr_todense", "broadcast_to",
+        "clz", "coo_fromdense", "coo_todense", "create_token", "csr_fromdense", "csr_todense", "dce_sink",
+        "delay", "dim_as_value", "dimension_size", "empty", "empty2", "empty_ref", "free_ref", "freeze",
+        "from_edtype", "get_global", "inspect_sharding", "iota", "iota_2x32_shape", "layout_constraint",
+        "lu_pivots_to_permutation", "mulhi", "multiple_of", "name", "not", "num_programs", "or", "philox2x32",
+        "philox4x32", "pin", "platform_index", "population_count", "program_id", "random_bits",
+        "random_clone", "random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap",
+        "reduce_and", "reduce_or", "reduce_xor", "relayout", "rng_bit_generator", "semaphore_read",
+        "semaphore_signal", "semaphore_wait", "shape_assertion", "shift_left", "shift_right_arithmetic",
+        "shift_right_logical", "threefry2x32", "threefry4x32", "tie", "to_edtype", "todense", "unpin",
+        "unreachable", "with_memory_space_constraint", "xla_metadata_value", "xor", "zeros_like",
+        picks=True,
+    )
+    | _row(
+        None, _BETWEEN_DEVICES,
+        "all_gather_done", "all_gather_reduced", "all_gather_reduced_start", "all_gather_start",
+        "all_to_all_done", "all_to_all_start", "pbroadcast_done", "pbroadcast_dynamic", "pbroadcast_start",
+        "ppermute_done", "ppermute_start", "precv", "preduced", "psend", "psum_done", "psum_invariant_start",
+        "psum_start", "ragged_all_to_all", "reduce_scatter_done", "reduce_scatter_start", "reduced_vary_cast",
+        "reduced_vary_cast_p", "unreduced_pmax", "unreduced_pmin", "unreduced_psum_start",
+        "unreduced_reduce_scatter", "unreduced_reduce_scatter_start", "vary_unreduced_cast",
+        "vary_unreduced_cast_p",
+        picks=True, adds_devices=True,
+    )
+    | _row(
+        None, "a sampler, a sum, or a function with large slopes: float32",
+        "bcoo_dot_general", "bcoo_dot_general_sampled", "bcoo_spdot_general", "bcoo_sum_duplicates",
+        "bcsr_dot_general", "coo_matmat", "coo_matvec", "coo_spmm", "coo_spmv", "csr_matmat", "csr_matvec",
+        "csr_spmm", "csr_spmv", "igamma_grad_a", "log2", "one_minus_square", "polynomial", "random_gamma",
+        "reciprocal", "regularized_incomplete_beta", "rng_uniform", "spsolve", "symmetric_product",
+    )
+    | _row(
+        "fixed_dtype", _FIXED,
+        "accum_grad_in_ref", "box_get", "box_set", "call", "call_hi_primitive_linearized", "core_map",
+        "create_linear", "cudnn_fusion", "custom_jvp_call_jaxpr", "dot_product_attention_bwd",
+        "dot_product_attention_bwd_wrapper", "dot_product_attention_fp8_bwd",
+        "dot_product_attention_fp8_bwd_wrapper", "dot_product_attention_fp8_fwd",
+        "dot_product_attention_fp8_fwd_wrapper", "dot_product_attention_fwd",
+        "dot_product_attention_fwd_wrapper", "jaxpr_call", "log_extend", "log_read", "masked_load",
+        "masked_swap", "mpmd_map", "new_box", "new_log", "remat_opt", "run_scoped", "scaled_matmul",
+        "scaled_matmul_wrapper", "stage", "xla_metadata_call",
+        opaque=True,
+    )
+    | _row(
+        None, "its result may have another dtype",
+        "mul",
+        dtype_parameter="out_dtype", square="square", scaled_by=(0, 1),
+    )
 )
 """Primitive name -> row."""
 # fmt: on

@@ -72,6 +72,10 @@ class Value:
         """Whether it comes from outside and is float32: its gradient is wanted in float32."""
         return self.facts.weight and dtype_of(self.array) == F32
 
+    def is_number(self) -> bool:
+        """Whether it is a number of the program, not an array."""
+        return self.facts.constant is not None and not np.ndim(self.array)
+
     def has_low_copy(self) -> bool:
         """Whether a low copy exists of it, or of the value that it was moved from."""
         return self.low is not None or (self.move is not None and self.move.source.has_low_copy())
@@ -173,6 +177,11 @@ class CastCache:
             return self._numbers.stays_apart(constant)
         return self._numbers.leaves_room(constant) and (weak or not np.ndim(value.array))
 
+    def scales(self, value: Value) -> bool:
+        """Whether a low value times the number `value` is what it is in float32."""
+        constant = value.facts.constant
+        return constant is not None and self._numbers.scales(constant)
+
     def stand_in(self, constant: float | None) -> float | None:
         """A number that adopts a low dtype where `constant` does; None where that never does, or is no number."""
         numbers = self._numbers
@@ -180,8 +189,10 @@ class CastCache:
             return None
         if not numbers.holds(constant) and not numbers.stays_apart(constant):
             return 1 - 1e-6
+        if numbers.scales(constant):
+            return 1.0
         unit = 1.0 if numbers.leaves_room(constant) else 4 * numbers.smallest
-        return unit if numbers.holds(constant) else unit / 3
+        return 1.5 * unit if numbers.holds(constant) else unit / 3
 
     def cast_operands(
         self,

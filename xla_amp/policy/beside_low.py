@@ -10,12 +10,11 @@ one: those that its left and its right weight gave it, or the feature axis of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from xla_amp.common.types import LowDtype
-from xla_amp.policy.value_graph import reached
 
 Axes: TypeAlias = tuple[frozenset[int], ...]
 Shape: TypeAlias = Sequence[Any]
@@ -41,6 +40,10 @@ class LowNumbers(NamedTuple):
     def leaves_room(self, magnitude: float) -> bool:
         """Whether a number takes at most half of the range, 2**-7 to 255 in float16, so that low values meet it."""
         return self.in_range(magnitude * magnitude)
+
+    def scales(self, magnitude: float) -> bool:
+        """Whether a product with a number rounds nothing: a power of two that leaves room."""
+        return magnitude != 0 and self.leaves_room(magnitude) and math.frexp(magnitude)[0] == 0.5
 
     def rounded(self, number: float) -> float:
         """The nearest number of the dtype, for one in range."""
@@ -111,25 +114,3 @@ def axes_after(
             return (frozenset(range(len(after))),) if weight else ()
         moved = dict(zip(old, new, strict=True))
     return tuple(frozenset(moved[axis] for axis in each if axis in moved) for each in axes)
-
-
-_Value = TypeVar("_Value", bound=Hashable)
-NearOne: TypeAlias = Literal["", "made", "read", "divided", "ends"]
-"""Whether an operation's result is near 1 or -1 for many operands; whether it reads how far its operand or its divisor
-is from there; or whether its result does not depend on that."""
-
-
-def near_one(
-    read: Iterable[_Value], kind: Callable[[_Value], NearOne], sources: Callable[[_Value], Iterable[_Value]]
-) -> set[_Value]:
-    """The values near 1, of which a logarithm, a root or a divisor reads how near.
-
-    In a low dtype ``1 - sigmoid(z)`` has lost all digits, or is 0.
-
-    Args:
-        read: the values of which a distance to 1 or 0 is read.
-        kind: what the operation that makes a value is to these.
-        sources: its operands.
-    """
-    found = reached(read, lambda value: () if kind(value) in ("made", "ends") else sources(value))
-    return {value for value in found if kind(value) == "made"}

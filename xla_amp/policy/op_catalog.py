@@ -53,6 +53,10 @@ class Catalogue(NamedTuple):
     fp32_inside: frozenset[str]
     """ATen names that the cast ``fp32_inside`` can be for."""
     fp32_inside_why: str
+    may_be_low: frozenset[str]
+    """ATen names that JAX and StableHLO compute in the dtypes of their operands where no rule decides; what else
+    computes is float32 there."""
+    may_be_low_why: str
     spellings: Mapping[str, tuple[str, ...]]
     """Name in Python or in documentation -> ATen names."""
     no_rule: frozenset[str]
@@ -93,6 +97,8 @@ def catalogue() -> Catalogue:
         composites=MappingProxyType(_functions(data["composites"])),
         fp32_inside=frozenset(data["fp32_inside"]["operations"]),
         fp32_inside_why=data["fp32_inside"]["why"],
+        may_be_low=frozenset(data["may_be_low"]["operations"]),
+        may_be_low_why=data["may_be_low"]["why"],
         spellings=MappingProxyType({spelling: tuple(names) for spelling, names in data["spellings"].items()}),
         no_rule=frozenset(data["no_rule"]["operations"]),
         no_rule_why=data["no_rule"]["why"],

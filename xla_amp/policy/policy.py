@@ -62,6 +62,8 @@ class Decision(NamedTuple):
     @property
     def why(self) -> str:
         """The rule's reason."""
+        if self.rule is None and self.cast == "fp32":
+            return op_catalog.catalogue().may_be_low_why
         return self.rule.why if self.rule else "no rule: it runs in the dtypes of its operands"
 
     @property
@@ -77,6 +79,14 @@ class Decision(NamedTuple):
         the other built-in rules.
         """
         return self.from_user or self.cast == "fp32_inside"
+
+    def between_products(self) -> Decision:
+        """On JAX and StableHLO: what computes without a rule is float32, unless the catalogue lets it be low."""
+        compares = op_catalog.operation_class(self.operation) == "comparison"
+        ruled = self.rule is not None and (self.from_user or self.cast != "promote")
+        if compares or ruled or self.operation in op_catalog.catalogue().may_be_low:
+            return self
+        return self._replace(cast="fp32", rule=None)
 
     @property
     def origin(self) -> str:

@@ -47,13 +47,9 @@ def why(converted: Converted, operation: str) -> str:
 
 BETWEEN = [
     # (operation between two dots on %a, compute dtype, words of the reason)
-    ("%b = stablehlo.tanh %a : tensor<4x4xf32>", "tanh", "bfloat16", "between two low"),
-    (
-        "%n = stablehlo.negate %a : tensor<4x4xf32>\n%b = stablehlo.multiply %a, %n : tensor<4x4xf32>",
-        "multiply",
-        "bfloat16",
-        "between two low",
-    ),
+    ("%b = stablehlo.tanh %a : tensor<4x4xf32>", "tanh", "float32", "between products"),
+    ("%b = stablehlo.multiply %a, %x : tensor<4x4xf32>", "multiply", "float32", ""),
+    ("%b = stablehlo.subtract %a, %a : tensor<4x4xf32>", "subtract", "bfloat16", "between two low"),
     ("%b = stablehlo.multiply %a, %a : tensor<4x4xf32>", "multiply.square", "float32", ""),
     ("%b = stablehlo.transpose %a, dims = [1, 0] : (tensor<4x4xf32>) -> tensor<4x4xf32>", "transpose", "bfloat16", ""),
     ("%b = stablehlo.exponential %a : tensor<4x4xf32>", "exponential", "float32", "range"),
@@ -78,14 +74,14 @@ def test_deny_goes_forward_through_infer_and_stops_at_allow() -> None:
             f"""%a = stablehlo.dot_general %x, %w, {DOT}
             %e = stablehlo.exponential %a : tensor<4x4xf32>
             %t = stablehlo.transpose %e, dims = [1, 0] : (tensor<4x4xf32>) -> tensor<4x4xf32>
-            %m = stablehlo.multiply %t, %a : tensor<4x4xf32>
+            %m = stablehlo.subtract %t, %a : tensor<4x4xf32>
             %b = stablehlo.dot_general %m, %w, {DOT}
             %n = stablehlo.negate %b : tensor<4x4xf32>
             %out = stablehlo.dot_general %n, %w, {DOT}"""
         )
     )
-    assert runs_in(converted, "multiply") == ["float32"]
-    assert "follows an operation that stays" in why(converted, "multiply")
+    assert runs_in(converted, "subtract") == ["float32"]
+    assert "follows an operation that stays" in why(converted, "subtract")
     assert runs_in(converted, "transpose") == ["float32"]
     assert runs_in(converted, "negate") == ["bfloat16"]
 
@@ -100,6 +96,9 @@ BESIDE = {
     "a divisor near 1": lambda h, w, b: (2 * (p := jnp.tanh(h @ w)), h[:, :6] / (1.01 - p)),
     "a sum of exponentials": lambda h, w, b: (2 * (p := jnp.tanh(h @ w)), 1 / jnp.exp(p).sum()),
     "a number": lambda h, w, b: (1 - 1e-6) * (h @ w),
+    "a power of two": lambda h, w, b: (h @ w) * 0.125 / 2,
+    "a sum with a number": lambda h, w, b: 272.0 + h @ w,
+    "a product of two": lambda h, w, b: (h @ w) * h[:, :6],
     "large, float16": lambda h, w, b: (h @ w) * 256,
     "divided, float16": lambda h, w, b: (h @ w) / 3e4,
     "added, float16": lambda h, w, b: h @ w - 6e4,
@@ -135,14 +134,13 @@ def test_the_fronts_agree_about_what_is_beside_a_low_value(name: str) -> None:
     assert (low in {dtype for _, dtype in found}) == (name in BIASES or name in LOW_BESIDE)
 
 
-LOW_BESIDE = {"a target", "a sum of exponentials", "a number", "a far bound", "a mask", "a held bias", "no product"}
-LOW_BESIDE |= {"a scale, float16", "a far bound, float16"}
+LOW_BESIDE = {"a target", "a far bound", "a far bound, float16", "a mask", "a held bias", "a power of two"}
 """Where something is low beside the products."""
 
 
 def test_a_bias_follows_a_product_of_which_each_platform_has_one() -> None:
     def network(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
-        return jnp.tanh(x @ w + bias) @ w
+        return jnp.abs(x @ w + bias) @ w
 
     exported = jax.export.export(jax.jit(network), platforms=("tpu", "cpu"))(jnp.ones((4, 4)), jnp.eye(4), jnp.ones(4))
     assert runs_in(autocast(exported), "add") == ["bfloat16"]
@@ -252,7 +250,7 @@ LOOPS = [
         f"%d = stablehlo.dot_general %h, %w, {DOT}\n%e = stablehlo.sine %h : tensor<4x4xf32>\n"
         "%new = stablehlo.add %d, %e : tensor<4x4xf32>",
         "float32",
-        "sum",
+        "stays float32",
     ),
 ]
 
@@ -306,7 +304,7 @@ def test_branches_give_one_colour() -> None:
         return main(
             f"""%a = stablehlo.dot_general %x, %w, {DOT}
             %r = "stablehlo.if"(%p) ({{
-              %t = stablehlo.tanh %a : tensor<4x4xf32>
+              %t = stablehlo.abs %a : tensor<4x4xf32>
               stablehlo.return %t : tensor<4x4xf32>
             }}, {{
               {second}
@@ -317,7 +315,7 @@ def test_branches_give_one_colour() -> None:
         )
 
     low = autocast(branches("%u = stablehlo.negate %a : tensor<4x4xf32>"))
-    assert (runs_in(low, "if#0"), runs_in(low, "tanh")) == (["bfloat16"], ["bfloat16"])
+    assert (runs_in(low, "if#0"), runs_in(low, "abs")) == (["bfloat16"], ["bfloat16"])
     mixed = autocast(branches("%u = stablehlo.exponential %a : tensor<4x4xf32>"))
     assert runs_in(mixed, "dot_general") == ["bfloat16", "bfloat16"]
     assert runs_in(mixed, "exponential") == ["float32"]
@@ -438,14 +436,14 @@ def test_inside_of_a_manual_computation() -> None:
             f"""%r = sdy.manual_computation(%x, %w) in_shardings=[<@mesh, [{{"i"}}, {{}}]>, <@mesh, [{{}}, {{}}]>]
               out_shardings=[<@mesh, [{{"i"}}, {{}}]>] manual_axes={{"i"}} (%a: tensor<2x4xf32>, %b: tensor<4x4xf32>) {{
               %c = stablehlo.dot_general %a, %b, contracting_dims = [1] x [0] : (tensor<2x4xf32>, tensor<4x4xf32>) -> tensor<2x4xf32>
-              %d = stablehlo.tanh %c : tensor<2x4xf32>
+              %d = stablehlo.abs %c : tensor<2x4xf32>
               sdy.return %d : tensor<2x4xf32>
             }} : (tensor<4x4xf32>, tensor<4x4xf32>) -> tensor<4x4xf32>
             %out = stablehlo.dot_general %r, %w, {DOT}""",  # noqa: E501
             more='sdy.mesh @mesh = <["i"=2]>',
         )
     )
-    assert runs_in(converted, "tanh") == ["bfloat16"]
+    assert runs_in(converted, "abs") == ["bfloat16"]
     assert converted.report.casts == {"f32->bf16": 2}
 
 
@@ -455,7 +453,7 @@ def test_inside_of_a_manual_computation() -> None:
 def test_a_result_that_is_low_anyway_is_given_low_on_request() -> None:
     text = f"""func.func @main(%x: tensor<4x4xf32>, %w: tensor<4x4xf32>) -> (tensor<4x4xf32>, tensor<4x4xf32>) {{
       %a = stablehlo.dot_general %x, %w, {DOT}
-      %b = stablehlo.tanh %a : tensor<4x4xf32>
+      %b = stablehlo.abs %a : tensor<4x4xf32>
       %c = stablehlo.dot_general %b, %w, {DOT}
       return %b, %c : tensor<4x4xf32>, tensor<4x4xf32>
     }}"""

@@ -91,10 +91,13 @@ def _is_cheap_primitive(name: str) -> bool:
 
 
 def _widens(node: Node, policy: Policy) -> bool:
-    """Whether a rule computes an equation in float32 whose derivative needs its operand or its result."""
+    """Whether an equation, or one in it, is computed in float32 from values that may be low."""
     if _is_call(node):
         return any(_any_widens(jaxpr, policy) for jaxpr in node.inside)
-    return _widens_primitive(name_of(node.eqn), policy)
+    numbers = [index for index, atom in enumerate(node.eqn.invars) if _is_number(atom)]
+    if any(index in node.row.scaled_by and _is_power_of_two(node.eqn.invars[index].val) for index in numbers):
+        return False
+    return not node.row.exact and _widens_primitive(name_of(node.eqn), policy, bool(numbers))
 
 
 @per_jaxpr
@@ -103,10 +106,11 @@ def _any_widens(jaxpr: Any, policy: Policy) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _widens_primitive(name: str, policy: Policy) -> bool:
-    if op_catalog.operation_class(op_catalog.equivalent("jaxpr", name) or "") not in ("activation", "transcendental"):
-        return False
-    return decide(policy, name)[0].cast == "fp32"
+def _widens_primitive(name: str, policy: Policy, reads_number: bool) -> bool:
+    decision = decide(policy, name)[0]
+    if decision.rule is None and decision.operation in op_catalog.catalogue().may_be_low:
+        return reads_number
+    return decision.cast == "fp32" and _is_cheap_primitive(name)
 
 
 def find(jaxpr: Any, readers: dict[Any, set[int]], numbers: Sequence[int], low: Sequence[Any]) -> Float32Region:
@@ -184,6 +188,10 @@ def _make(evaluate: Callable[..., list[Any]], avals: Sequence[Any]) -> Callable[
 
 def _is_number(atom: Any) -> bool:
     return isinstance(atom, compat.Literal) and np.ndim(atom.val) == 0
+
+
+def _is_power_of_two(number: Any) -> bool:
+    return bool(np.abs(np.frexp(np.float64(number))[0]) == 0.5) if np.isrealobj(number) else False
 
 
 def name(atom: Any) -> Any:

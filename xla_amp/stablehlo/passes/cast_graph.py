@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from xla_amp.policy.beside_low import NearOne
 from xla_amp.stablehlo import ir, surgery
 from xla_amp.stablehlo.passes import composites, loop_ends
 from xla_amp.stablehlo.passes.op_table import Classifier, Colour, OpClass, Structure
@@ -72,19 +71,21 @@ class CastNode:
         return self.op_class is not None and self.op_class.row.adds and self.index is None
 
     @property
+    def ruled(self) -> bool:
+        """Whether a rule decides it."""
+        decision = self.op_class.decision if self.op_class else None
+        return decision is not None and decision.rule is not None
+
+    @property
+    def scales(self) -> bool:
+        """Whether it multiplies with a power of two, which rounds nothing."""
+        return self.op_class is not None and self.op_class.row.scales and self.index is None
+
+    @property
     def moves(self) -> bool:
         """Whether it only passes on or moves the elements of values, which are its operands."""
         passes = self.index is not None or (self.op_class is not None and self.op_class.row.moves)
         return self.colour == "clear" and bool(self.inputs) and passes
-
-    @property
-    def near_one(self) -> NearOne:
-        """What it is to values near 1 (`xla_amp.policy.beside_low`)."""
-        if self.op_class is None:
-            return ""
-        if self.structure in ("op", "cast", "identity", "inline", "call"):
-            return self.op_class.row.near_one
-        return "" if self.structure == "body" and self.colour == "clear" else "ends"
 
 
 class _Function:

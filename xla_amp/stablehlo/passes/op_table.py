@@ -12,13 +12,14 @@ import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
+import numpy as np
+
 from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
-from xla_amp.policy.beside_low import NearOne
 from xla_amp.policy.cast_dtypes import cast_dtypes
 from xla_amp.policy.op_catalog import WHILE_LOOP, meanings, same_as
 from xla_amp.policy.policy import Decision, Match, Policy
-from xla_amp.stablehlo import ir, locations
+from xla_amp.stablehlo import constants, ir, locations
 from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.composites import CompositeMark, mark_of
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
@@ -56,8 +57,8 @@ class OperationRow(NamedTuple):
     """Whether it adds two values."""
     moves: bool = False
     """Whether its result has the elements of its one operand."""
-    near_one: NearOne = ""
-    """What it is to values near 1."""
+    scales: bool = False
+    """Whether it multiplies with a power of two."""
 
 
 class OpClass(NamedTuple):
@@ -188,17 +189,20 @@ class Classifier:
             reached = self.policy.reaching(WHILE_LOOP, module_path)
         if not row.builtin and decision is not None and not decision.from_user:
             decision = None
+        if decision is not None and row.colour == "infer" and row.structure == "op" and not row.scales:
+            decision = decision.between_products()
         cast: Cast = decision.cast if decision else "keep"
         colour: Colour = "deny" if row.colour == "fixed" else row.colour
         why = row.why
         if cast == "ban":
             raise PolicyError(f"{name}: the policy {self.policy.name!r} bans it: {decision.why if decision else ''}")
         fixed = row.colour == "fixed" and cast != "fp32_inside"
-        if not fixed and decision is not None and decision.rule is not None and row.structure != "loop":
+        if not fixed and decision is not None and row.structure != "loop" and (decision.rule or cast == "fp32"):
             colour = _colour(decision, colour)
             if colour != row.colour:
                 why = decision.why
-        shown = name if name in table().rows or _base(name) not in _PRODUCTS else _base(name)
+        narrowed = row.scales or (name not in table().rows and _base(name) in _PRODUCTS)
+        shown = _base(name) if narrowed else name
         return OpClass(shown, colour, row.structure, row.upstream, why, decision, reached, fixed, row)
 
 
@@ -286,6 +290,26 @@ def _request(operation: Any) -> str:
     return found.aten if operation.name == "stablehlo.dot_general" else ""
 
 
+def _factor(operation: Any) -> str:
+    first, second = operation.operands
+    multiplies = operation.name == "stablehlo.multiply"
+    if multiplies and first == second:
+        return "square"
+    return "scaled" if _is_power_of_two(second) or (multiplies and _is_power_of_two(first)) else ""
+
+
+def _is_power_of_two(value: Any) -> bool:
+    while (name := getattr(value.owner, "name", "").removeprefix(_DIALECT)) in _SPREADS:
+        value = value.owner.operands[0]
+    if name != "constant" or ir.element(value) not in _FLOATS:
+        return False
+    attribute = value.owner.attributes["value"]
+    values = None if constants.is_resource(attribute) else constants.array_of(attribute)
+    return values is not None and values.size == 1 and abs(np.frexp(values[0])[0]) == 0.5
+
+
+_SPREADS: Final = ("broadcast_in_dim", "convert", "reshape")
+
 _FLOATS: Final = ("f32", "bf16", "f16")
 """Element types in which a contraction that the policy decides gives its result."""
 
@@ -299,6 +323,6 @@ _NARROW: Final[Mapping[str, Callable[[Any], str]]] = {
     "complex": _complex,
     "request": _request,
     "source": _source,
-    "square": lambda operation: "square" if operation.operands[0] == operation.operands[1] else "",
+    "factor": _factor,
     "target": lambda operation: operation.attributes["call_target_name"].value,
 }

@@ -98,7 +98,6 @@ class Propagation:
             node.low = node.narrows
         for number in allowed:
             self.nodes[number].low = True
-        self._near_one()
         self._deny_forward()
         self._running_sums()
         self._exact_reads(allowed)
@@ -165,17 +164,6 @@ class Propagation:
                         todo.extend((out, why) for out in user.outputs)
 
     # Phase 1.
-
-    def _near_one(self) -> None:
-        read: list[int] = []
-        for node in self.nodes:
-            if node.near_one in ("read", "divided"):
-                read += [each.slot for each in node.operands if node.near_one == "read" or each.position == 1]
-
-        makers = [self.nodes[number] for number in self.producer]
-        found = beside_low.near_one(read, lambda slot: makers[slot].near_one, lambda slot: makers[slot].inputs)
-        for node in filter(self._free, (makers[slot] for slot in found)):
-            node.keep_reason = node.why = "a logarithm, a root or a divisor reads how near its result is to 1"
 
     def _deny_forward(self) -> None:
         sources = [number for number, node in enumerate(self.nodes) if node.colour == "deny"]
@@ -262,6 +250,8 @@ class Propagation:
             return False
         if node.colour == "clear":
             return numbers.stays_apart(magnitude)
+        if node.colour == "infer" and not node.ruled:  # only a power of two scales without rounding
+            return node.scales and numbers.scales(magnitude)
         return numbers.leaves_room(magnitude) and (magnitude != 0 or not node.adds)  # a running sum starts as zeros
 
     # Phase 5.
@@ -311,4 +301,4 @@ def _sums_nothing(node: CastNode) -> bool:
 
 
 def _is_exact(node: CastNode) -> bool:
-    return node.op_class is not None and node.op_class.exact and node.colour == "clear"
+    return node.op_class is not None and node.op_class.exact
