@@ -278,10 +278,20 @@ class Weighted(Captured):
         return 0.5 if self.trainer.current_epoch < 3 else 1.5
 
     def weight(self) -> float:
-        raise NotImplementedError
+        return 1.0
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return super().training_step(batch, batch_idx) * self.weight()
+
+
+def scales(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+    def closure() -> Any:
+        loss = optimizer_closure()
+        for parameter in self.parameters():
+            parameter.grad.mul_(5.0 if epoch >= 4 else 1.0)
+        return loss
+
+    optimizer.step(closure=closure)
 
 
 class Anneals(lightning.Callback):
@@ -297,6 +307,7 @@ class Anneals(lightning.Callback):
         pytest.param(lambda self: self.kl(), 21, marks=pytest.mark.full),
         pytest.param(lambda self: self.beta, 7, marks=pytest.mark.full),
         (lambda self: self.trainer.gamma, 7),
+        (scales, 21),
         (lambda self: begins_late(self.global_step), 80),
         pytest.param(lambda self: 2.0 if self.trainer.global_step >= 15 else 1.0, 80, marks=pytest.mark.full),
     ],
@@ -306,12 +317,13 @@ class Anneals(lightning.Callback):
         "a method",
         "set by a callback",
         "set on the trainer",
+        "an argument of a hook",
         "a function",
         "global_step",
     ],
 )
 def test_what_a_captured_training_step_names_of_its_module_is_compared(weight: Any, calls: int) -> None:
-    kind, kept = type("Kind", (Weighted,), {"weight": weight}), []
+    kind, kept = type("Kind", (Weighted,), {"optimizer_step" if weight is scales else "weight": weight}), []
     for capture in (False, True):
         torch.manual_seed(0)
         CALLS.reset_mock()
@@ -332,6 +344,13 @@ class Reads(Captured):
         return super().training_step(batch, batch_idx) * (1 if batch_idx % 2 else 2)
 
 
+class ReadsInHook(Captured):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        loss = optimizer_closure()
+        if batch_idx % 2:
+            optimizer.step(closure=lambda: loss)
+
+
 class LogsNumbers(Captured):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.log("rate", 0.5)
@@ -349,7 +368,8 @@ class Looks(lightning.Callback):
 @pytest.mark.parametrize(
     ("kind", "callbacks", "reason"),
     [
-        (Reads, [], "training_step reads batch_idx"),
+        (Reads, [], "its code reads batch_idx"),
+        (ReadsInHook, [], "its code reads batch_idx"),
         (LogsNumbers, [], "'rate' is logged as a float"),
         (Captured, [Looks()], "Looks.on_after_backward runs inside of the step"),
         (OnTheHost, [], "on the host; use"),

@@ -21,10 +21,9 @@ from xla_amp.integrations import captured
 from xla_amp.lazy.capture.compiled_step import compile
 
 _HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
-_METHODS = (
-    *("training_step", "forward", "backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"),
-    *_HOOKS,
-)
+_GIVEN_EPOCH = ("optimizer_step", "optimizer_zero_grad")
+"""What gets the number of the epoch as an argument."""
+_METHODS = ("training_step", "forward", "backward", "configure_gradient_clipping", *_GIVEN_EPOCH, *_HOOKS)
 """What Lightning calls of a module in a step."""
 
 
@@ -37,6 +36,8 @@ class CapturedOptimization(_AutomaticOptimization):
     """The captured step of a batch after which the optimizer steps."""
     _reason: str | None = None
     """What prevents it."""
+    _gives_epoch = False
+    """Whether a method of the user's gets the number of the epoch."""
     _given: Any = None
     """What a recorded call needs and a replay does not; an object, as a step's own lists are compared."""
 
@@ -54,7 +55,8 @@ class CapturedOptimization(_AutomaticOptimization):
             optimizer=optimizer, index=_Index(batch_idx, self._prevent), batch_idx=batch_idx, kwargs=kwargs
         )
         clips = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        result, logged = step(kwargs["batch"], first, self._skip_backward, parts, clips)
+        epoch = trainer.current_epoch if self._gives_epoch else None
+        result, logged = step(kwargs["batch"], first, self._skip_backward, parts, clips, epoch)
         self._given = None
         self._count(first, last)
         for hook, name, value, options in logged:
@@ -72,6 +74,7 @@ class CapturedOptimization(_AutomaticOptimization):
         if reason is not None:
             self._prevent(reason)
             return
+        self._gives_epoch = any(captured.code(module, LightningModule, [name]) for name in _GIVEN_EPOCH)
         state = [module, *filter(None, [scaler]), *captured.code(module, LightningModule, _METHODS)]
         self._part = compile(self._call, state=state)
         self._step = compile(self._call_and_update, state=[*state, optimizer])
@@ -100,6 +103,12 @@ class CapturedOptimization(_AutomaticOptimization):
     def _call_and_update(self, batch: Any, *settings: Any) -> Any:
         """The same, with the optimizer's step."""
         return self._call(batch, *settings)
+
+    def _optimizer_step(self, batch_idx: int, closure: Any) -> None:
+        super()._optimizer_step(batch_idx if self._given is None else self._given.index, closure)
+
+    def _optimizer_zero_grad(self, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        super()._optimizer_zero_grad(batch_idx if self._given is None else self._given.index, optimizer)
 
     def _log(self, module: Any, logged: list[Any], name: str, value: Any, *args: Any, **options: Any) -> None:
         if not isinstance(value, torch.Tensor):
@@ -135,7 +144,7 @@ class _Index(int):
 
 def _telling(name: str) -> Any:
     def method(self: _Index, *args: Any) -> Any:
-        self._told("training_step reads batch_idx, which changes with each batch")
+        self._told("its code reads batch_idx, which changes with each batch")
         return getattr(int, name)(self, *args)
 
     return method

@@ -320,7 +320,7 @@ class Recording:
             )
         names = [node.instruction.name for node in nodes(again.key.code) for _ in range(node.instruction.floats)]
         for at, (one, two) in enumerate(zip(run.floats, again.floats, strict=True)):
-            if one != two and not (at in self.options and self.options[at] == other.options.get(at)):
+            if repr(one) != repr(two) and not (at in self.options and self.options[at] == other.options.get(at)):
                 return (
                     f"Python computes {two!r} for {names[at]}, a number that changes from call to call ({one!r} "
                     "before); keep it in a tensor on the device, or pass it as one"
