@@ -56,13 +56,16 @@ def tests(functions: Iterable[types.FunctionType], owner: Any, name: str, changi
 
 
 @functools.lru_cache(maxsize=1024)
-def methods(function: types.FunctionType, kind: Any, variable: str | None = None) -> tuple[types.FunctionType, ...]:
+def methods(
+    function: types.FunctionType, kind: Any, variable: str | None = None, properties: bool = True
+) -> tuple[types.FunctionType, ...]:
     """A function, the methods and properties of its package that it names of an object, and those that these name.
 
     Args:
         function: where to begin.
         kind: the class of the object.
         variable: what `function` calls the object; None is its first argument, as of all methods.
+        properties: have them; otherwise only methods.
     """
     found = {function: variable}
     todo = [function]
@@ -71,7 +74,7 @@ def methods(function: types.FunctionType, kind: Any, variable: str | None = None
         (name,) = (found[each],) if found[each] else each.__code__.co_varnames[:1] or (None,)
         for one, two in itertools.pairwise(_instructions(each.__code__)):
             if name == one.argval and one.opname.startswith("LOAD_") and two.opname in _METHODS:
-                inner = method(kind, two.argval)
+                inner = method(kind, two.argval, properties)
                 if inner is not None and inner not in found and _package(inner) == _package(function):
                     found[inner] = None
                     todo.append(inner)
@@ -82,9 +85,11 @@ def _package(function: types.FunctionType) -> str:
     return (function.__module__ or "").partition(".")[0]
 
 
-def method(kind: Any, name: str) -> types.FunctionType | None:
+def method(kind: Any, name: str, properties: bool = True) -> types.FunctionType | None:
     """The function of a method or property of a class."""
     value = inspect.getattr_static(kind, name, None)
+    if isinstance(value, property) and not properties:
+        return None
     value = inspect.unwrap(getattr(value, "__func__", None) or getattr(value, "fget", None) or value)
     return value if isinstance(value, types.FunctionType) else None
 

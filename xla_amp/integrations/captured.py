@@ -54,9 +54,11 @@ def code(owner: Any, root: type, names: Iterable[str]) -> list[Any]:
 
 
 def _methods(owner: Any, root: type, name: str) -> Iterator[Any]:
-    """What an object and its classes, but not `root`, have by a name, if it is a function."""
+    """The function that an object and its classes, but not `root`, have by a name, and those that it extends."""
     for space in (vars(owner), *(vars(each) for each in type(owner).__mro__ if each not in root.__mro__)):
         value = space.get(name)
         function = inspect.unwrap(getattr(value, "__func__", value))  # also of a static or class method
         if isinstance(function, types.FunctionType) and getattr(value, "__self__", owner) is owner:
-            yield types.MethodType(function, owner)
+            yield (method := types.MethodType(function, owner))
+            if name not in bound(method)[1]:  # it does not call that of a base
+                return

@@ -285,7 +285,7 @@ def bound(step: Any) -> tuple[list[Named], tuple[str, ...]]:
     has_code = isinstance(inner, types.FunctionType) and not isinstance(step, torch.nn.Module)
     found, names = bound(inner) if has_code or isinstance(step, functools.partial) else ([], ())
     kind: Any = type(owners[0]) if owners else None
-    for each in bytecode.methods(inspect.unwrap(inner), kind)[1:] if has_code else ():  # that it calls
+    for each in bytecode.methods(inspect.unwrap(inner), kind, None, False)[1:] if has_code else ():  # that it calls
         more = tuple(name for name in _names(each.__code__) if name not in names)
         found += _of_function(each, more)
         names += more
