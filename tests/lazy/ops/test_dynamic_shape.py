@@ -12,6 +12,7 @@ from harness import assert_same
 from torch.nn import functional as F
 
 from xla_amp.lazy.ops import dynamic_shape
+from xla_amp.lazy.programs import execute
 from xla_amp.testing import counts as counted
 
 pytestmark = pytest.mark.filterwarnings("ignore:the size of what:UserWarning")
@@ -114,3 +115,25 @@ def test_gradients_flow_through_selections(device):
         return x.grad
 
     assert_same(program)
+
+
+def test_losses_over_a_mask_that_changes_are_two_programs_without_a_wait(device: torch.device) -> None:
+    """The ways out that docs/pytorch.md shows, against `scores[mask]` on the CPU."""
+
+    def step(scores: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean = torch.where(mask, scores, 0).sum() / mask.sum().clamp(min=1)
+        best, _ = torch.where(mask, scores, -torch.inf).topk(4)
+        return mean, torch.where(best > -torch.inf, best, 0).sum()
+
+    found, expected = [], []
+    with counted() as counts:
+        for share in (0.1, 0.4, 0.9, 0.0, 1.0):
+            scores, mask = torch.randn(5, 9), torch.rand(5, 9) < share
+            found.append(step(scores.to(device), mask.to(device)))
+            execute.sync()
+            rows = [row[kept].sort(descending=True).values[:4] for row, kept in zip(scores, mask, strict=True)]
+            kept = scores[mask]
+            expected.append((kept.mean() if kept.numel() else torch.zeros(()), torch.cat(rows).sum()))
+    assert counts.compilations <= 2
+    assert counts.host_syncs == 0
+    torch.testing.assert_close([[x.cpu() for x in pair] for pair in found], [list(pair) for pair in expected])
