@@ -270,6 +270,14 @@ def test_captures_are_bounded(device, kind, said):
         assert [step(x, kind(n)).tolist()[0] for n in range(5)] == [0, 1, 2, 3, 4]
 
 
+def test_a_constant_that_is_nan_does_not_change(device):
+    """As in the formula of `kl_div`."""
+    step = xla_amp.compile(lambda x: torch.where(x.isnan(), float("nan"), x * 2), strict=True)
+    x = torch.tensor([float("nan"), 1.0], device=device)
+    assert [repr(step(x).tolist()) for _ in range(4)] == ["[nan, 2.0]"] * 4
+    assert step.replays == 2
+
+
 def test_a_capture_that_has_replayed_makes_room(device):
     step, x = xla_amp.compile(lambda x, n: x + n, limit=2, strict=True), torch.zeros(2, device=device)
     numbers = [epoch for epoch in range(5) for _ in range(4)]
