@@ -83,7 +83,7 @@ class _Region:
 
     owner: Any
     line: tuple[str, int]
-    generation: int
+    generation: object
     begin: Position
     """Where the trace of that generation was when the region began."""
 
@@ -100,7 +100,7 @@ _told: set[tuple[str, int]] = set()
 def _look(*_: Any) -> None:
     """Warns of the open regions of other devices in which float32 operations were recorded that ours would cast."""
     for region in _open.regions:
-        begin = region.begin if region.generation == trace.generation else Position()
+        begin = region.begin if region.generation is trace.generation else Position()
         if region.line not in _told and _has_products(Tape(trace.code[begin.code :], begin)):
             _told.add(region.line)
             events.warn(
