@@ -136,6 +136,8 @@ def test_what_is_called_may_be_a_module_and_a_loss_may_return_modules():
     by_input = value_and_grad(nnx.Sequential(net, jnp.sum))(LossScale.static(), X).grads
     np.testing.assert_allclose(by_input, nnx.grad(lambda x, net: net(x).sum())(X, expected), rtol=1e-4)
     assert (net.calls, int(net.drop.rngs.count[...])) == (2, 2)
+    assert autocast(loss, dtype="bfloat16").report([net], X).low
+    assert net.calls == 2
 
 
 # ---- the functional pattern ------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def lifted_call(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
         outs, out_tree = jax.tree.flatten(rebuild(called)(*positional, **named), is_leaf=is_object)
         written = {index: node for index, node in merged.items() if not _same(before[index], held(node))}
         kept = {
-            id(node): _Place(index, path)
+            id(node): _Place(tag, index, path)
             for index in merged.keys() - written.keys()
             for path, node in nnx.iter_graph(merged[index])
             if is_object(node)
@@ -115,8 +115,8 @@ def lifted_call(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
         written |= {place.index: merged[place.index] for place in parts}
         with nnx.split_context(tag) as context:
             after, state = context.split((written, made))
-        places = [kept.get(id(out), _Place(str(at))) if is_object(out) else out for at, out in enumerate(outs)]
-        return jax.tree.unflatten(out_tree, places), after, state, [_Place(index) for index in written]
+        places = [kept.get(id(out), _Place(tag, str(at))) if is_object(out) else out for at, out in enumerate(outs)]
+        return jax.tree.unflatten(out_tree, places), after, state, [_Place(tag, index) for index in written]
 
     def finish(result: tuple[Any, Any, Any, Any]) -> Any:
         rest, after, state, places = result
@@ -126,7 +126,7 @@ def lifted_call(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
             _, made = context.merge(after, state)
 
         def found(place: Any) -> Any:
-            if not isinstance(place, _Place):
+            if not isinstance(place, _Place) or place.tag is not tag:
                 return place
             return made[place.index] if place.path is None else dict(nnx.iter_graph(objects[place.index]))[place.path]
 
@@ -162,6 +162,8 @@ _ARGUMENT: Final = (
 class _Place:
     """Where a result has an object: one that the function has made, or that at a path of an object it was given."""
 
+    tag: object
+    """The call: the function of another one may be called inside."""
     index: str
     path: tuple[Any, ...] | None = None
 
