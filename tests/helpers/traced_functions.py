@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-ROWS, DEPTH = 4, 8
+ROWS, DEPTH = 6, 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def softmax_mixture(p, x):
 
 @row(two, x=lambda random: array(random, 2, 6, DEPTH, scale=1))
 def masked_attention(p, x):
-    q, k, v = ((x @ p[name]).reshape(2, 6, 2, 4) for name in ("w", "v", "w"))
+    q, k, v = ((x @ p[name]).reshape(2, 6, 1, DEPTH) for name in ("w", "v", "w"))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2
     scores = jnp.where(jnp.tril(jnp.ones((6, 6), bool)), scores, jnp.finfo(scores.dtype).min)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
@@ -213,7 +213,7 @@ def lstm(p, x):
 
 @row(lambda random: {"e": array(random, 10, DEPTH, scale=1), **square(random)})
 def embedding(p, x):
-    return p["e"][jnp.array([1, 3, 3, 7])] @ p["w"] + x.at[0].add(x[1])
+    return p["e"][jnp.array([1, 3, 3, 7, 0, 9])] @ p["w"] + x.at[0].add(x[1])
 
 
 @row()

@@ -237,7 +237,7 @@ def test_a_value_that_is_no_function_is_rejected(value):
 
 
 def test_spellings_of_a_dtype_and_the_dtype_of_a_policy():
-    x, spellings = jnp.ones((2, 2)), (jnp.bfloat16, "bfloat16", np.dtype(jnp.bfloat16), jnp.dtype("bfloat16"))
+    x, spellings = jnp.ones((8, 8)), (jnp.bfloat16, "bfloat16", np.dtype(jnp.bfloat16), jnp.dtype("bfloat16"))
     for dtype in spellings:
         assert "bf16" in str(jax.make_jaxpr(autocast(jnp.matmul, dtype=dtype))(x, x))
     for policy, kind in (("cuda", "float16"), ("gpu", "bfloat16"), ("tpu", "bfloat16")):

@@ -22,7 +22,7 @@ from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
 from xla_amp.jax.primitives import PRIMITIVES, PrimitiveKind
 from xla_amp.policy import op_catalog
 
-MATRIX = jnp.eye(4) * 6 + jnp.outer(jnp.arange(4.0), jnp.arange(4.0)) / 4 + 0.37
+MATRIX = jnp.eye(6) * 6 + jnp.outer(jnp.arange(6.0), jnp.arange(6.0)) / 6 + 0.37
 
 
 def pullback(function):
@@ -35,8 +35,8 @@ def pullback(function):
 
 NAMED = {
     "qr": pullback(jnp.linalg.qr),
-    "pascal": lambda x: x + jax.scipy.linalg.pascal(4),
-    "invpascal": lambda x: x + jax.scipy.linalg.invpascal(4),
+    "pascal": lambda x: x + jax.scipy.linalg.pascal(6),
+    "invpascal": lambda x: x + jax.scipy.linalg.invpascal(6),
     "_multivariate_normal": lambda x: jax.random.multivariate_normal(jax.random.key(0), x[0], x, (3,)),
     "_owens_t_impl": lambda x: jax.scipy.special.owens_t(x, x),
 }
@@ -57,7 +57,7 @@ DECIDED = {
     "solve_sylvester": lambda x: jax.scipy.linalg.solve_sylvester(x, x, x),
     "qdwh": lambda x: jax.lax.linalg.qdwh(x)[0],
     "slogdet": pullback(lambda x: jnp.linalg.slogdet(x)[1]),
-    "tensorinv": lambda x: jnp.linalg.tensorinv(x.reshape(2, 2, 4), ind=2),
+    "tensorinv": lambda x: jnp.linalg.tensorinv(x.reshape(2, 3, 6), ind=2),
     "cg": lambda x: jax.scipy.sparse.linalg.cg(x, x[0])[0],
     "polyfit": lambda x: jnp.polyfit(x[0], x[1], 2),
     "resize": lambda x: jax.image.resize(x, (6, 6), "cubic"),
@@ -78,7 +78,7 @@ def open_products(function):
     jaxpr = jax.make_jaxpr(function)(MATRIX).jaxpr
     found = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"]
     left_open = [eqn for eqn in found if not request(eqn, np.dtype(jnp.bfloat16))]
-    return [e for e in left_open if not described(e.primitive, e.params, *(a.aval for a in e.invars)).sums_nothing]
+    return [e for e in left_open if not described(e.primitive, e.params, *(a.aval for a in e.invars)).sums_few]
 
 
 def test_every_name_of_the_table_has_a_program():

@@ -22,9 +22,9 @@ RULE: Any = {"module:*.head": "fp32"}
 
 class NnxModel(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs)])
-        self.tail = nnx.Sequential(nnx.Linear(2, 2, rngs=rngs))
-        self.head = nnx.Linear(2, 2, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs)])
+        self.tail = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs))
+        self.head = nnx.Linear(8, 8, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
         for layer in self.layers:
@@ -38,9 +38,9 @@ class EquinoxModel(eqx.Module):
     head: eqx.nn.Linear
 
     def __init__(self, key: Any) -> None:
-        self.layers = [eqx.nn.Linear(2, 2, key=key)]
-        self.tail = eqx.nn.Sequential([eqx.nn.Linear(2, 2, key=key)])
-        self.head = eqx.nn.Linear(2, 2, key=key)
+        self.layers = [eqx.nn.Linear(8, 8, key=key)]
+        self.tail = eqx.nn.Sequential([eqx.nn.Linear(8, 8, key=key)])
+        self.head = eqx.nn.Linear(8, 8, key=key)
 
     def __call__(self, x: Any) -> Any:
         for layer in self.layers:
@@ -56,7 +56,7 @@ def equinox_loss(model: Any, x: Any) -> Any:
     return jax.vmap(model)(x).sum()
 
 
-X = jnp.ones((2, 2))
+X = jnp.ones((8, 8))
 NNX, EQUINOX = NnxModel(nnx.Rngs(0)), EquinoxModel(jax.random.key(0))
 FORWARD = [("layers.0", "bfloat16"), ("tail.layers.0", "bfloat16"), ("head", "float32")]
 CASES: list[tuple[Callable[..., Any], Any]] = [
@@ -103,7 +103,7 @@ def test_a_slice_of_stacked_layers_is_named_by_its_class() -> None:
 
             return jax.lax.scan(body, x, self.layers)[0]
 
-    layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 2, key=key))(jax.random.split(jax.random.key(0), 2))
+    layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(8, 8, key=key))(jax.random.split(jax.random.key(0), 2))
     with events.capture() as records:
         autocast(lambda x: Stack(layers)(x))(X[0])
     assert {module for module, _ in products(records)} == {"Linear"}

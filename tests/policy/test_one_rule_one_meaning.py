@@ -69,7 +69,7 @@ def functions(programs: list[Program]) -> tuple[Callable[..., Any], Any]:
 
     def function(x: Any) -> list[Any]:
         def convolved(h: Any) -> Any:
-            return lax.conv_general_dilated(h[None, None], x[None, None, :2, :2], (1, 1), "SAME")[0, 0]
+            return lax.conv_general_dilated(h[None, None], x[None, None, :3, :3], (1, 1), "SAME")[0, 0]
 
         results = []
         for number, program in enumerate(programs):
@@ -78,7 +78,7 @@ def functions(programs: list[Program]) -> tuple[Callable[..., Any], Any]:
             results.append(convolved(h))  # reads it low: nothing here is only compared or returned
         return results
 
-    return function, jnp.full((4, 4), 0.5, jnp.float32)  # not weakly typed, as numbers are
+    return function, jnp.full((8, 8), 0.5, jnp.float32)  # not weakly typed, as numbers are
 
 
 @pytest.mark.parametrize("cast", [cast for cast in CASTS if cast != "ban"])
@@ -154,18 +154,18 @@ def test_a_rule_for_a_module_reaches_it_on_every_front(rule: str, pattern: str, 
     rules: dict[str, Cast] = {pattern.format(rule): SCOPED[rule]}
 
     def function(x: Any) -> Any:
-        h = lax.conv_general_dilated(x[None, None], x[None, None, :2, :2], (1, 1), "SAME")[0, 0]
+        h = lax.conv_general_dilated(x[None, None], x[None, None, :3, :3], (1, 1), "SAME")[0, 0]
         with jax.named_scope("outside"):
             outside = program.jax(*(h, x)[: program.operands])
         with jax.named_scope("part"):
             return outside, program.jax(*(h, x)[: program.operands])
 
     def in_torch(place: torch.device) -> None:
-        y = torch.full((4, 4), 0.5, device=place)
+        y = torch.full((8, 8), 0.5, device=place)
         with xla_amp.autocast(place, policy="tpu", rules=rules, strict=True):
             _Whole(program.torch)(*(y.bfloat16(), y)[: program.operands])
 
-    x = jnp.full((4, 4), 0.5)
+    x = jnp.full((8, 8), 0.5)
     fronts: dict[str, Callable[[], Any]] = {
         "cpu": lambda: in_torch(torch.device("cpu")),
         "lazy": lambda: in_torch(xla_amp.xla_device()),
@@ -182,7 +182,7 @@ def test_a_rule_for_a_module_reaches_it_on_every_front(rule: str, pattern: str, 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.rule)
 def test_a_ban_stops_every_front(program: Program) -> None:
-    x = jnp.full((4, 4), 0.5)
+    x = jnp.full((8, 8), 0.5)
     function = jax.jit(lambda h, y: program.jax(*(h, y)[: program.operands]))
     rules: dict[str, Cast] = {program.rule: "ban"}
     with policy.override(rules), pytest.raises(PolicyError, match="bans it"):
@@ -220,7 +220,7 @@ def test_a_product_with_batch_axes_is_no_linear(report: ExplainReport) -> None:
     def both(x: Any) -> Any:
         return lax.batch_matmul(x, x), lax.dot(x[0], x[1])
 
-    x = jnp.full((2, 4, 4), 0.5)
+    x = jnp.full((2, 8, 8), 0.5)
     lowered = jax.jit(both).lower(x)
     for rules, batched, plain in (
         ({"linear": "fp32"}, LOW, WIDE),
@@ -238,7 +238,7 @@ def test_a_product_with_batch_axes_is_no_linear(report: ExplainReport) -> None:
 
 
 def test_names_that_a_front_cannot_tell_apart_must_agree() -> None:
-    x = jnp.full((4, 4), 0.5)
+    x = jnp.full((8, 8), 0.5)
     with (
         policy.override({"linear": "fp32", "mm": "low"}),
         pytest.raises(PolicyError, match=r"the same as .*linear.*rules of one layer that disagree: .*linear = fp32"),

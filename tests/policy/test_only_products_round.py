@@ -85,10 +85,18 @@ EXACT: Final[dict[str, Function]] = {
     "product over an axis of 1 in a checkpoint": lambda x, w: jax.checkpoint(lambda v: v[:, None] @ v[None])(x[0]),
     "convolution of one pixel": lambda x, w: _conv(x[:, :1, None, None], w[:3, :3].reshape(1, 1, 3, 3)),
     "depthwise convolution of single pixels": lambda x, w: _conv(x[None, :, None], w[:8, :1, None, None], 8),
+    "rotations": lambda x, w: (
+        x[:3, :3] @ x[3:6, :3].T,
+        jnp.einsum("bij,bjk->bik", x.reshape(-1, 4, 4), x.reshape(-1, 4, 4)),
+    ),
+    "rays": lambda x, w: jnp.sin(500 * jnp.concatenate([x[:, :2], jnp.ones((8, 1))], -1) @ w[:3]),
+    "gradient of rays": lambda x, w: jax.grad(lambda w: jnp.sin(x[:4, :3] @ w).sum())(w[:3]),
+    "colours": lambda x, w: _conv(x.reshape(1, 4, -1, 4), w[:4, :4, None, None]),
+    "depthwise convolution of four pixels": lambda x, w: _conv(x[None, :, :, None], w[:8, None, :4, None], 8),
     "float32 asked for": lambda x, w: jnp.dot(x, w, precision=lax.Precision.HIGHEST),
     "an algorithm asked for": lambda x, w: jnp.dot(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32),
 }
-"""Programs of `x` and `w` without a product that sums something, or that ask for float32."""
+"""Programs of `x` and `w` without a product that sums more than four terms, or that ask for float32."""
 
 
 CONSISTENT: Final[dict[str, Function]] = {

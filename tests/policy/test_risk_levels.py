@@ -73,7 +73,7 @@ def test_the_gradient_of_an_embedding_adds_up_in_float32() -> None:
 
 
 def test_lean_in_stablehlo_and_on_the_command_line(tmp_path: pathlib.Path, capsys: Any) -> None:
-    lowered = jax.jit(lambda x, w: jnp.exp(x @ w) @ w).lower(jnp.ones((4, 4)), jnp.ones((4, 4)))
+    lowered = jax.jit(lambda x, w: jnp.exp(x @ w) @ w).lower(jnp.ones((8, 8)), jnp.ones((8, 8)))
     source = tmp_path / "in.mlir"
     source.write_text(lowered.as_text())
     results = {}

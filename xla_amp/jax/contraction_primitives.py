@@ -391,8 +391,9 @@ def _replay(
         if eqn.primitive is primitive:
             left, right = operands[:2]
             product = described(primitive, eqn.params, *arrays[:2])
-            if F32 in (left.value.dtype, right.value.dtype) and product.sums_nothing:
-                wide = [*(_cast(each, F32) for each in arrays[:2]), *arrays[2:]]
+            if F32 in (left.value.dtype, right.value.dtype) and product.sums_few:
+                pair = [_cast(each.value if each.master is None else each.master, F32) for each in (left, right)]
+                wide = [*pair, *arrays[2:]]
                 return [*map(_Operand, compat.bind(primitive, wide, eqn.params))]
             masters = (left.master, right.master)
             return [_Operand(contract_low(primitive, arrays, masters, eqn.params, low=low, out=out))]

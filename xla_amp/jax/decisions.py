@@ -180,8 +180,8 @@ def _shape(value: Any) -> tuple[int, ...]:
 # ---- what the program itself says ------------------------------------------------------------------------------------
 # A precision, a dtype or an algorithm of a contraction wins over the policy.
 
-NOTHING_SUMMED: Final = "nothing is summed: a low dtype would round the operands and gain nothing"
-"""Why a contraction whose results are single products stays in the dtypes that its operands have."""
+FEW_SUMMED: Final = "at most four terms are summed: a low dtype would round the operands and gain nothing"
+"""Why a contraction whose results are short sums stays in the dtypes that its operands have."""
 
 _OPEN: Final = (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
 """Values of ``precision`` with which a program leaves the choice to the backend, hence to the policy."""

@@ -22,8 +22,8 @@ from xla_amp.jax.analyses.exact_reads import exact_values
 from xla_amp.jax.contraction_primitives import contract_low, described
 from xla_amp.jax.decisions import (
     F32,
+    FEW_SUMMED,
     LOW_CASTS,
-    NOTHING_SUMMED,
     Settings,
     ban_error,
     decide,
@@ -285,8 +285,8 @@ class Interpreter:
             kept = kept or self._kept(operands, eqn, after_gradients)
         path = self.path(eqn)
         decision, reached = decide(policy, name_of(eqn), product.aten if product else "", path)
-        if product and product.sums_nothing and not kept and not decision.from_user:
-            kept = NOTHING_SUMMED
+        if product and product.sums_few and not kept and not decision.from_user:
+            kept = FEW_SUMMED
         told = ""
         if reached or path:
             effects.note(reached, kept or _why_fixed(decision, row), path)
@@ -360,7 +360,7 @@ class Interpreter:
         self, decision: Decision, operands: list[Value], eqn: Any, weak: Sequence[bool], kept: str
     ) -> tuple[list[Any], dict[str, Any]]:
         """Operands and parameters of a contraction that runs as it was written, or as a rule of the user says."""
-        if kept == NOTHING_SUMMED or (decision.from_user and not kept):
+        if kept == FEW_SUMMED or (decision.from_user and not kept):
             used = self.casts.cast_operands("promote" if kept else decision.cast, operands, weak)
             return used, _result_like(used[0], eqn.params, avals_of(eqn))
         return self.cast_to_avals(operands, avals_of(eqn)), eqn.params

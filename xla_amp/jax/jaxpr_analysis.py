@@ -251,14 +251,14 @@ def residual_outputs(jaxpr: Any) -> frozenset[Any]:
 def runs_low(eqn: Any, policy: Policy) -> bool:
     """Whether the policy makes a primitive low, as far as its equation tells.
 
-    A contraction that asks for a precision or sums nothing stays as it is.
+    A contraction that asks for a precision or sums at most four terms stays as it is.
     """
     primitive, params, avals = eqn.primitive, eqn.params, [atom.aval for atom in eqn.invars[:2]]
     if info(primitive.name).kind != "contraction":
         return decide(policy, name_of(eqn))[0].cast == "low"
     product = described(primitive, params, *avals)
     decision, _ = decide(policy, primitive.name, product.aten)
-    summed = decision.from_user or not product.sums_nothing
+    summed = decision.from_user or not product.sums_few
     return summed and decision.cast in ("low", "low_fp32_out") and not asked_precision(eqn)
 
 

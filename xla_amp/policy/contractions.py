@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from xla_amp.common import costs
 from xla_amp.policy.beside_low import Axes, Shape
+
+_FEW: Final = 4
+"""Terms of a sum for which matrix units gain nothing: rotations, cameras, grids of coordinates, colour matrices."""
 
 
 class Contraction(NamedTuple):
@@ -49,9 +53,17 @@ class Contraction(NamedTuple):
         return cls(image, window, summed, features=features)
 
     @property
-    def sums_nothing(self) -> bool:
-        """Whether each element of the result is one product of two numbers, or empty: a low dtype would only round."""
-        return 0 in self.summed or all(size == 1 for size in self.summed)
+    def sums_few(self) -> bool:
+        """Whether an element of the result sums at most four products: a low dtype would only round the operands.
+
+        A size that is not known is many.
+
+        Example:
+            >>> Contraction.product((64, 3), (3, 3), [1], []).sums_few
+            True
+        """
+        known = all(isinstance(size, int) and size >= 0 for size in self.summed)
+        return 0 in self.summed or (known and math.prod(self.summed) <= _FEW)
 
     @property
     def aten(self) -> str:

@@ -20,15 +20,15 @@ from xla_amp.stablehlo.passes.autocast import Converted
 from xla_amp.stablehlo.passes.clone_functions import SMALL
 from xla_amp.stablehlo.passes.op_table import table
 
-DOT = "contracting_dims = [1] x [0] : (tensor<4x4xf32>, tensor<4x4xf32>) -> tensor<4x4xf32>"
+DOT = "contracting_dims = [1] x [0] : (tensor<8x8xf32>, tensor<8x8xf32>) -> tensor<8x8xf32>"
 
 
-def main(body: str, *, arguments: str = "%x: tensor<4x4xf32>, %w: tensor<4x4xf32>", more: str = "") -> str:
+def main(body: str, *, arguments: str = "%x: tensor<8x8xf32>, %w: tensor<8x8xf32>", more: str = "") -> str:
     """A module whose entry function returns ``%out``, of 4 x 4 float32."""
     return f"""
-func.func @main({arguments}) -> tensor<4x4xf32> {{
+func.func @main({arguments}) -> tensor<8x8xf32> {{
   {body}
-  return %out : tensor<4x4xf32>
+  return %out : tensor<8x8xf32>
 }}
 {more}
 """
@@ -47,14 +47,14 @@ def why(converted: Converted, operation: str) -> str:
 
 BETWEEN = [
     # (operation between two dots on %a, compute dtype, words of the reason)
-    ("%b = stablehlo.tanh %a : tensor<4x4xf32>", "tanh", "float32", "between products"),
-    ("%b = stablehlo.multiply %a, %x : tensor<4x4xf32>", "multiply", "float32", ""),
-    ("%b = stablehlo.subtract %a, %a : tensor<4x4xf32>", "subtract", "bfloat16", "between two low"),
-    ("%b = stablehlo.multiply %a, %a : tensor<4x4xf32>", "multiply.square", "float32", ""),
-    ("%b = stablehlo.transpose %a, dims = [1, 0] : (tensor<4x4xf32>) -> tensor<4x4xf32>", "transpose", "bfloat16", ""),
-    ("%b = stablehlo.exponential %a : tensor<4x4xf32>", "exponential", "float32", "range"),
-    ("%b = stablehlo.rsqrt %a : tensor<4x4xf32>", "rsqrt", "float32", ""),
-    ("%b = stablehlo.add %a, %x : tensor<4x4xf32>", "add", "float32", ""),
+    ("%b = stablehlo.tanh %a : tensor<8x8xf32>", "tanh", "float32", "between products"),
+    ("%b = stablehlo.multiply %a, %x : tensor<8x8xf32>", "multiply", "float32", ""),
+    ("%b = stablehlo.subtract %a, %a : tensor<8x8xf32>", "subtract", "bfloat16", "between two low"),
+    ("%b = stablehlo.multiply %a, %a : tensor<8x8xf32>", "multiply.square", "float32", ""),
+    ("%b = stablehlo.transpose %a, dims = [1, 0] : (tensor<8x8xf32>) -> tensor<8x8xf32>", "transpose", "bfloat16", ""),
+    ("%b = stablehlo.exponential %a : tensor<8x8xf32>", "exponential", "float32", "range"),
+    ("%b = stablehlo.rsqrt %a : tensor<8x8xf32>", "rsqrt", "float32", ""),
+    ("%b = stablehlo.add %a, %x : tensor<8x8xf32>", "add", "float32", ""),
 ]
 
 
@@ -72,11 +72,11 @@ def test_deny_goes_forward_through_infer_and_stops_at_allow() -> None:
     converted = autocast(
         main(
             f"""%a = stablehlo.dot_general %x, %w, {DOT}
-            %e = stablehlo.exponential %a : tensor<4x4xf32>
-            %t = stablehlo.transpose %e, dims = [1, 0] : (tensor<4x4xf32>) -> tensor<4x4xf32>
-            %m = stablehlo.subtract %t, %a : tensor<4x4xf32>
+            %e = stablehlo.exponential %a : tensor<8x8xf32>
+            %t = stablehlo.transpose %e, dims = [1, 0] : (tensor<8x8xf32>) -> tensor<8x8xf32>
+            %m = stablehlo.subtract %t, %a : tensor<8x8xf32>
             %b = stablehlo.dot_general %m, %w, {DOT}
-            %n = stablehlo.negate %b : tensor<4x4xf32>
+            %n = stablehlo.negate %b : tensor<8x8xf32>
             %out = stablehlo.dot_general %n, %w, {DOT}"""
         )
     )
@@ -142,15 +142,15 @@ def test_a_bias_follows_a_product_of_which_each_platform_has_one() -> None:
     def network(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
         return jnp.abs(x @ w + bias) @ w
 
-    exported = jax.export.export(jax.jit(network), platforms=("tpu", "cpu"))(jnp.ones((4, 4)), jnp.eye(4), jnp.ones(4))
+    exported = jax.export.export(jax.jit(network), platforms=("tpu", "cpu"))(jnp.ones((8, 8)), jnp.eye(8), jnp.ones(8))
     assert runs_in(autocast(exported), "add") == ["bfloat16"]
 
 
 def test_sums_stay_wide_whatever_the_policy_says() -> None:
     body = f"""%a = stablehlo.dot_general %x, %w, {DOT}
       %zero = stablehlo.constant dense<0.0> : tensor<f32>
-      %s = stablehlo.reduce(%a init: %zero) applies stablehlo.add across dimensions = [1] : (tensor<4x4xf32>, tensor<f32>) -> tensor<4xf32>
-      %b = stablehlo.broadcast_in_dim %s, dims = [0] : (tensor<4xf32>) -> tensor<4x4xf32>
+      %s = stablehlo.reduce(%a init: %zero) applies stablehlo.add across dimensions = [1] : (tensor<8x8xf32>, tensor<f32>) -> tensor<8xf32>
+      %b = stablehlo.broadcast_in_dim %s, dims = [0] : (tensor<8xf32>) -> tensor<8x8xf32>
       %out = stablehlo.dot_general %b, %w, {DOT}"""  # noqa: E501
     with pytest.warns(RuleWarning, match="sum = low .*stays float32"):
         told = autocast(main(body), rules={"sum": "low"})
@@ -159,7 +159,7 @@ def test_sums_stay_wide_whatever_the_policy_says() -> None:
         assert "running sum" in why(converted, "reduce.add")
     converted = autocast(main(body.replace("stablehlo.add across", "stablehlo.maximum across")))
     assert runs_in(converted, "reduce.maximum") == ["bfloat16"]
-    assert "stablehlo.maximum across dimensions = [1] : (tensor<4x4xbf16>, tensor<bf16>)" in converted.text()
+    assert "stablehlo.maximum across dimensions = [1] : (tensor<8x8xbf16>, tensor<bf16>)" in converted.text()
 
 
 # Constants.
@@ -181,8 +181,8 @@ def test_constants_are_checked_before_they_are_narrowed(value: str, dtype: str, 
         main(
             f"""%a = stablehlo.dot_general %x, %w, {DOT}
             %c = stablehlo.constant dense<{value}> : tensor<f32>
-            %d = stablehlo.broadcast_in_dim %c, dims = [] : (tensor<f32>) -> tensor<4x4xf32>
-            %b = stablehlo.minimum %a, %d : tensor<4x4xf32>
+            %d = stablehlo.broadcast_in_dim %c, dims = [] : (tensor<f32>) -> tensor<8x8xf32>
+            %b = stablehlo.minimum %a, %d : tensor<8x8xf32>
             %out = stablehlo.dot_general %b, %w, {DOT}"""
         ),
         dtype=dtype,
@@ -193,8 +193,8 @@ def test_constants_are_checked_before_they_are_narrowed(value: str, dtype: str, 
 
 
 def test_a_contraction_with_a_constant_out_of_range_stays() -> None:
-    arguments = "%x: tensor<4x4xf32>"
-    weight = "%w = stablehlo.constant dense<1.0e5> : tensor<4x4xf32>"
+    arguments = "%x: tensor<8x8xf32>"
+    weight = "%w = stablehlo.constant dense<1.0e5> : tensor<8x8xf32>"
     converted = autocast(
         main(f"{weight}\n%out = stablehlo.dot_general %x, %w, {DOT}", arguments=arguments), dtype="f16"
     )
@@ -205,14 +205,14 @@ def test_a_contraction_with_a_constant_out_of_range_stays() -> None:
 def test_a_constant_that_both_read_is_there_twice() -> None:
     converted = autocast(
         main(
-            f"""%c = stablehlo.constant dense<0.1> : tensor<4x4xf32>
+            f"""%c = stablehlo.constant dense<0.1> : tensor<8x8xf32>
             %a = stablehlo.dot_general %x, %c, {DOT}
-            %out = stablehlo.add %a, %c : tensor<4x4xf32>"""
+            %out = stablehlo.add %a, %c : tensor<8x8xf32>"""
         )
     )
     assert converted.report.casts == {"f32->bf16": 1}  # of %x
-    assert "dense<1.000980e-01> : tensor<4x4xbf16>" in converted.text()
-    assert "dense<1.000000e-01> : tensor<4x4xf32>" in converted.text()
+    assert "dense<1.000980e-01> : tensor<8x8xbf16>" in converted.text()
+    assert "dense<1.000000e-01> : tensor<8x8xf32>" in converted.text()
 
 
 # Loops and functions.
@@ -222,7 +222,7 @@ def loop(step: str) -> str:
     """A loop of three iterations that carries %h and yields ``%new``."""
     return main(
         f"""%n = stablehlo.constant dense<0> : tensor<i32>
-        %r:2 = stablehlo.while(%h = %x, %i = %n) : tensor<4x4xf32>, tensor<i32>
+        %r:2 = stablehlo.while(%h = %x, %i = %n) : tensor<8x8xf32>, tensor<i32>
         cond {{
           %end = stablehlo.constant dense<3> : tensor<i32>
           %go = stablehlo.compare LT, %i, %end : (tensor<i32>, tensor<i32>) -> tensor<i1>
@@ -231,7 +231,7 @@ def loop(step: str) -> str:
           {step}
           %one = stablehlo.constant dense<1> : tensor<i32>
           %j = stablehlo.add %i, %one : tensor<i32>
-          stablehlo.return %new, %j : tensor<4x4xf32>, tensor<i32>
+          stablehlo.return %new, %j : tensor<8x8xf32>, tensor<i32>
         }}
         %out = stablehlo.dot_general %r#0, %w, {DOT}"""
     )
@@ -239,16 +239,16 @@ def loop(step: str) -> str:
 
 LOOPS = [
     # (body, dtype of the carried value, words of the reason)
-    (f"%d = stablehlo.dot_general %h, %w, {DOT}\n%new = stablehlo.tanh %d : tensor<4x4xf32>", "bfloat16", "only low"),
-    (f"%d = stablehlo.dot_general %x, %w, {DOT}\n%new = stablehlo.add %h, %d : tensor<4x4xf32>", "float32", "sum"),
+    (f"%d = stablehlo.dot_general %h, %w, {DOT}\n%new = stablehlo.tanh %d : tensor<8x8xf32>", "bfloat16", "only low"),
+    (f"%d = stablehlo.dot_general %x, %w, {DOT}\n%new = stablehlo.add %h, %d : tensor<8x8xf32>", "float32", "sum"),
     (
-        f"%d = stablehlo.dot_general %h, %w, {DOT}\n%new = stablehlo.exponential %d : tensor<4x4xf32>",
+        f"%d = stablehlo.dot_general %h, %w, {DOT}\n%new = stablehlo.exponential %d : tensor<8x8xf32>",
         "bfloat16",
         "only low",
     ),
     (
-        f"%d = stablehlo.dot_general %h, %w, {DOT}\n%e = stablehlo.sine %h : tensor<4x4xf32>\n"
-        "%new = stablehlo.add %d, %e : tensor<4x4xf32>",
+        f"%d = stablehlo.dot_general %h, %w, {DOT}\n%e = stablehlo.sine %h : tensor<8x8xf32>\n"
+        "%new = stablehlo.add %d, %e : tensor<8x8xf32>",
         "float32",
         "stays float32",
     ),
@@ -262,30 +262,30 @@ def test_one_colour_on_the_back_edge(step: str, dtype: str, reason: str) -> None
     converted = autocast(loop(step))
     assert runs_in(converted, "while#0") == [dtype]
     assert reason in why(converted, "while#0")
-    inputs = [np.full((4, 4), 0.1, np.float32), np.full((4, 4), 0.2, np.float32)]
+    inputs = [np.full((8, 8), 0.1, np.float32), np.full((8, 8), 0.2, np.float32)]
     expected = module_runs.run(ir.parse(loop(step)), inputs)[0]
     np.testing.assert_allclose(module_runs.run(converted.module, inputs)[0], expected, rtol=0.03)
 
 
 def test_one_colour_for_a_function_and_all_its_callers() -> None:
     def relu(length: int) -> str:
-        turns = [f"%n{i + 1} = stablehlo.negate %n{i} : tensor<4x4xf32>" for i in range(length)]
-        return f"""func.func private @relu(%n0: tensor<4x4xf32>) -> tensor<4x4xf32> {{
-          %zero = stablehlo.constant dense<0.0> : tensor<4x4xf32>
+        turns = [f"%n{i + 1} = stablehlo.negate %n{i} : tensor<8x8xf32>" for i in range(length)]
+        return f"""func.func private @relu(%n0: tensor<8x8xf32>) -> tensor<8x8xf32> {{
+          %zero = stablehlo.constant dense<0.0> : tensor<8x8xf32>
           {" ".join(turns)}
-          %b = stablehlo.maximum %n{length}, %zero : tensor<4x4xf32>
-          return %b : tensor<4x4xf32>
+          %b = stablehlo.maximum %n{length}, %zero : tensor<8x8xf32>
+          return %b : tensor<8x8xf32>
         }}"""
 
     body = f"""%a = stablehlo.dot_general %x, %w, {DOT}
-      %b = func.call @relu(%a) : (tensor<4x4xf32>) -> tensor<4x4xf32>
+      %b = func.call @relu(%a) : (tensor<8x8xf32>) -> tensor<8x8xf32>
       %c = stablehlo.dot_general %b, %w, {DOT}"""
     last = f"%out = stablehlo.dot_general %c, %w, {DOT}"
     alone = autocast(main(f"{body}\n{last}", more=relu(0)))
     assert runs_in(alone, "maximum") == ["bfloat16"]
-    assert "@relu(%arg0: tensor<4x4xbf16>) -> tensor<4x4xbf16>" in alone.text()
-    other = "%out = func.call @relu(%e) : (tensor<4x4xf32>) -> tensor<4x4xf32>"
-    both = f"{body}\n%e = stablehlo.exponential %c : tensor<4x4xf32>\n{other}"
+    assert "@relu(%arg0: tensor<8x8xbf16>) -> tensor<8x8xbf16>" in alone.text()
+    other = "%out = func.call @relu(%e) : (tensor<8x8xf32>) -> tensor<8x8xf32>"
+    both = f"{body}\n%e = stablehlo.exponential %c : tensor<8x8xf32>\n{other}"
     shared = autocast(main(both, more=relu(SMALL)))
     assert runs_in(shared, "maximum") == ["float32"]
     assert runs_in(shared, "dot_general") == ["bfloat16", "bfloat16"]
@@ -294,7 +294,7 @@ def test_one_colour_for_a_function_and_all_its_callers() -> None:
     assert runs_in(copied, "maximum") == ["bfloat16", "float32"]
     assert len(ir.functions(copied.module)) == 3
     # Clones of one colour are merged.
-    again = f"{body}\n%e = func.call @relu(%c) : (tensor<4x4xf32>) -> tensor<4x4xf32>\n{last.replace('%c', '%e')}"
+    again = f"{body}\n%e = func.call @relu(%c) : (tensor<8x8xf32>) -> tensor<8x8xf32>\n{last.replace('%c', '%e')}"
     merged = autocast(main(again, more=relu(0)))
     assert list(ir.functions(merged.module)) == ["main", "relu"]
 
@@ -304,19 +304,19 @@ def test_branches_give_one_colour() -> None:
         return main(
             f"""%a = stablehlo.dot_general %x, %w, {DOT}
             %r = "stablehlo.if"(%p) ({{
-              %t = stablehlo.abs %a : tensor<4x4xf32>
-              stablehlo.return %t : tensor<4x4xf32>
+              %t = stablehlo.abs %a : tensor<8x8xf32>
+              stablehlo.return %t : tensor<8x8xf32>
             }}, {{
               {second}
-              stablehlo.return %u : tensor<4x4xf32>
-            }}) : (tensor<i1>) -> tensor<4x4xf32>
+              stablehlo.return %u : tensor<8x8xf32>
+            }}) : (tensor<i1>) -> tensor<8x8xf32>
             %out = stablehlo.dot_general %r, %w, {DOT}""",
-            arguments="%x: tensor<4x4xf32>, %w: tensor<4x4xf32>, %p: tensor<i1>",
+            arguments="%x: tensor<8x8xf32>, %w: tensor<8x8xf32>, %p: tensor<i1>",
         )
 
-    low = autocast(branches("%u = stablehlo.negate %a : tensor<4x4xf32>"))
+    low = autocast(branches("%u = stablehlo.negate %a : tensor<8x8xf32>"))
     assert (runs_in(low, "if#0"), runs_in(low, "abs")) == (["bfloat16"], ["bfloat16"])
-    mixed = autocast(branches("%u = stablehlo.exponential %a : tensor<4x4xf32>"))
+    mixed = autocast(branches("%u = stablehlo.exponential %a : tensor<8x8xf32>"))
     assert runs_in(mixed, "dot_general") == ["bfloat16", "bfloat16"]
     assert runs_in(mixed, "exponential") == ["float32"]
 
@@ -326,18 +326,18 @@ def test_branches_give_one_colour() -> None:
 
 def test_casts_of_the_program_are_folded_where_that_keeps_the_rounding() -> None:
     # float16 survives float32, so one rounding is left; bfloat16 back and forth is a rounding that must stay.
-    body = """%h = stablehlo.convert %x : (tensor<4x4xf32>) -> tensor<4x4xf16>
-      %f = stablehlo.convert %h : (tensor<4x4xf16>) -> tensor<4x4xf32>
-      %g = stablehlo.convert %f : (tensor<4x4xf32>) -> tensor<4x4xf16>
-      %d = stablehlo.convert %g : (tensor<4x4xf16>) -> tensor<4x4xf64>
-      %e = stablehlo.convert %d : (tensor<4x4xf64>) -> tensor<4x4xf32>
-      %b = stablehlo.convert %e : (tensor<4x4xf32>) -> tensor<4x4xbf16>
-      %out = stablehlo.convert %b : (tensor<4x4xbf16>) -> tensor<4x4xf32>"""
-    given = main(body, arguments="%x: tensor<4x4xf32>")
+    body = """%h = stablehlo.convert %x : (tensor<8x8xf32>) -> tensor<8x8xf16>
+      %f = stablehlo.convert %h : (tensor<8x8xf16>) -> tensor<8x8xf32>
+      %g = stablehlo.convert %f : (tensor<8x8xf32>) -> tensor<8x8xf16>
+      %d = stablehlo.convert %g : (tensor<8x8xf16>) -> tensor<8x8xf64>
+      %e = stablehlo.convert %d : (tensor<8x8xf64>) -> tensor<8x8xf32>
+      %b = stablehlo.convert %e : (tensor<8x8xf32>) -> tensor<8x8xbf16>
+      %out = stablehlo.convert %b : (tensor<8x8xbf16>) -> tensor<8x8xf32>"""
+    given = main(body, arguments="%x: tensor<8x8xf32>")
     converted = autocast(given)
     assert converted.report.folded >= 1
     assert converted.text().count("stablehlo.convert") < given.count("stablehlo.convert")
-    x = np.linspace(1, 2, 16, dtype=np.float32).reshape(4, 4)
+    x = np.linspace(1, 2, 64, dtype=np.float32).reshape(8, 8)
     np.testing.assert_array_equal(
         module_runs.interpret(converted.module, [x])[0], module_runs.interpret(ir.parse(given), [x])[0]
     )
@@ -385,20 +385,20 @@ def test_a_ragged_product_runs_low_unless_it_asks_for_a_precision(precision: str
 # Operations that stay float32, with a reason.
 
 STAYS = [
-    ("%b = stablehlo.custom_call @mine(%a) : (tensor<4x4xf32>) -> tensor<4x4xf32>", "custom_call.mine", "not in the"),
+    ("%b = stablehlo.custom_call @mine(%a) : (tensor<8x8xf32>) -> tensor<8x8xf32>", "custom_call.mine", "not in the"),
     (
-        '%b = stablehlo.composite "my.gelu" %a {decomposition = @inner} : (tensor<4x4xf32>) -> tensor<4x4xf32>',
+        '%b = stablehlo.composite "my.gelu" %a {decomposition = @inner} : (tensor<8x8xf32>) -> tensor<8x8xf32>',
         "composite",
         "not in the module",
     ),
-    ("%b = stablehlo.cholesky %a, lower = true : tensor<4x4xf32>", "cholesky", "condition number"),
-    ("%b = chlo.erf_inv %a : tensor<4x4xf32> -> tensor<4x4xf32>", "chlo.erf_inv", ""),
-    ("%b = chlo.lgamma %a : tensor<4x4xf32> -> tensor<4x4xf32>", "chlo.lgamma", "special function"),
-    ("%b = chlo.bessel_i1e %a : tensor<4x4xf32> -> tensor<4x4xf32>", "chlo.bessel_i1e", ""),
+    ("%b = stablehlo.cholesky %a, lower = true : tensor<8x8xf32>", "cholesky", "condition number"),
+    ("%b = chlo.erf_inv %a : tensor<8x8xf32> -> tensor<8x8xf32>", "chlo.erf_inv", ""),
+    ("%b = chlo.lgamma %a : tensor<8x8xf32> -> tensor<8x8xf32>", "chlo.lgamma", "special function"),
+    ("%b = chlo.bessel_i1e %a : tensor<8x8xf32> -> tensor<8x8xf32>", "chlo.bessel_i1e", ""),
 ]
-INNER = """func.func private @inner(%a: tensor<4x4xf32>) -> tensor<4x4xf32> {
-  %b = stablehlo.tanh %a : tensor<4x4xf32>
-  return %b : tensor<4x4xf32>
+INNER = """func.func private @inner(%a: tensor<8x8xf32>) -> tensor<8x8xf32> {
+  %b = stablehlo.tanh %a : tensor<8x8xf32>
+  return %b : tensor<8x8xf32>
 }"""
 
 
@@ -412,15 +412,15 @@ def test_stays_float32_with_a_reason(line: str, name: str, reason: str) -> None:
     assert runs_in(converted, name) == ["float32"]
     assert reason in why(converted, name)
     assert runs_in(converted, "dot_general") == ["bfloat16", "bfloat16"]
-    assert "@inner(%arg0: tensor<4x4xf32>)" in converted.text()
+    assert "@inner(%arg0: tensor<8x8xf32>)" in converted.text()
 
 
 def test_sharding_annotations_are_passed_through() -> None:
     converted = autocast(
         main(
             f"""%a = stablehlo.dot_general %x, %w, {DOT}
-            %b = stablehlo.custom_call @Sharding(%a) {{mhlo.sharding = "{{replicated}}"}} : (tensor<4x4xf32>) -> tensor<4x4xf32>
-            %c = sdy.sharding_constraint %b <@mesh, [{{}}, {{}}]> : tensor<4x4xf32>
+            %b = stablehlo.custom_call @Sharding(%a) {{mhlo.sharding = "{{replicated}}"}} : (tensor<8x8xf32>) -> tensor<8x8xf32>
+            %c = sdy.sharding_constraint %b <@mesh, [{{}}, {{}}]> : tensor<8x8xf32>
             %out = stablehlo.dot_general %c, %w, {DOT}""",  # noqa: E501
             more='sdy.mesh @mesh = <["i"=1]>',
         )
@@ -434,11 +434,11 @@ def test_inside_of_a_manual_computation() -> None:
     converted = autocast(
         main(
             f"""%r = sdy.manual_computation(%x, %w) in_shardings=[<@mesh, [{{"i"}}, {{}}]>, <@mesh, [{{}}, {{}}]>]
-              out_shardings=[<@mesh, [{{"i"}}, {{}}]>] manual_axes={{"i"}} (%a: tensor<2x4xf32>, %b: tensor<4x4xf32>) {{
-              %c = stablehlo.dot_general %a, %b, contracting_dims = [1] x [0] : (tensor<2x4xf32>, tensor<4x4xf32>) -> tensor<2x4xf32>
-              %d = stablehlo.abs %c : tensor<2x4xf32>
-              sdy.return %d : tensor<2x4xf32>
-            }} : (tensor<4x4xf32>, tensor<4x4xf32>) -> tensor<4x4xf32>
+              out_shardings=[<@mesh, [{{"i"}}, {{}}]>] manual_axes={{"i"}} (%a: tensor<4x8xf32>, %b: tensor<8x8xf32>) {{
+              %c = stablehlo.dot_general %a, %b, contracting_dims = [1] x [0] : (tensor<4x8xf32>, tensor<8x8xf32>) -> tensor<4x8xf32>
+              %d = stablehlo.abs %c : tensor<4x8xf32>
+              sdy.return %d : tensor<4x8xf32>
+            }} : (tensor<8x8xf32>, tensor<8x8xf32>) -> tensor<8x8xf32>
             %out = stablehlo.dot_general %r, %w, {DOT}""",  # noqa: E501
             more='sdy.mesh @mesh = <["i"=2]>',
         )
@@ -451,11 +451,11 @@ def test_inside_of_a_manual_computation() -> None:
 
 
 def test_a_result_that_is_low_anyway_is_given_low_on_request() -> None:
-    text = f"""func.func @main(%x: tensor<4x4xf32>, %w: tensor<4x4xf32>) -> (tensor<4x4xf32>, tensor<4x4xf32>) {{
+    text = f"""func.func @main(%x: tensor<8x8xf32>, %w: tensor<8x8xf32>) -> (tensor<8x8xf32>, tensor<8x8xf32>) {{
       %a = stablehlo.dot_general %x, %w, {DOT}
-      %b = stablehlo.abs %a : tensor<4x4xf32>
+      %b = stablehlo.abs %a : tensor<8x8xf32>
       %c = stablehlo.dot_general %b, %w, {DOT}
-      return %b, %c : tensor<4x4xf32>, tensor<4x4xf32>
+      return %b, %c : tensor<8x8xf32>, tensor<8x8xf32>
     }}"""
     kept, narrowed = autocast(text), autocast(text, keep_io=False)
     assert [kind.element for kind in ir.signature(kept.module).outputs if kind] == ["f32", "f32"]
@@ -469,16 +469,16 @@ def test_a_result_that_is_low_anyway_is_given_low_on_request() -> None:
 def test_a_narrowed_argument_shares_no_memory_with_a_wide_result() -> None:
     def arguments(sharing: int) -> str:
         alias = "{tf.aliasing_output = 0 : i32}"
-        return ", ".join(f"%{name}: tensor<4x4xf32> {alias if i == sharing else ''}" for i, name in enumerate("xw"))
+        return ", ".join(f"%{name}: tensor<8x8xf32> {alias if i == sharing else ''}" for i, name in enumerate("xw"))
 
-    body = f"%a = stablehlo.dot_general %x, %w, {DOT}\n%out = stablehlo.add %a, %x : tensor<4x4xf32>"
+    body = f"%a = stablehlo.dot_general %x, %w, {DOT}\n%out = stablehlo.add %a, %x : tensor<8x8xf32>"
     for sharing, left in ((0, 1), (1, 0)):  # %x stays float32, %w does not
         converted = autocast(main(body, arguments=arguments(sharing)), keep_io=False)
         assert converted.text().count("tf.aliasing_output") == left
         inputs = [
-            np.ones((4, 4), ir.numpy_dtype(kind.element)) for kind in ir.signature(converted.module).inputs if kind
+            np.ones((8, 8), ir.numpy_dtype(kind.element)) for kind in ir.signature(converted.module).inputs if kind
         ]
-        np.testing.assert_array_equal(module_runs.run(converted.module, inputs)[0], np.full((4, 4), 5.0))
+        np.testing.assert_array_equal(module_runs.run(converted.module, inputs)[0], np.full((8, 8), 9.0))
 
 
 def test_arguments_that_cannot_be_followed() -> None:

@@ -15,7 +15,7 @@ from xla_amp.jax import autocast as jax_autocast
 from xla_amp.stablehlo import autocast, ir
 from xla_amp.stablehlo.passes.module_paths import own_path
 
-X = jnp.full((4, 4), 0.1)
+X = jnp.full((8, 8), 0.1)
 
 
 @jax.jit

@@ -142,22 +142,22 @@ def test_a_product_with_quantized_weights_stays_as_it_is(operation, tmp_path, ca
     assert "quantized" in capsys.readouterr().out
 
 
-BLOCKS = """func.func @main(%x: tensor<4x4xf32>) -> tensor<4x4xf32> {
+BLOCKS = """func.func @main(%x: tensor<8x8xf32>) -> tensor<8x8xf32> {
   %0 = stablehlo.dot_general %x, %x, contracting_dims = [1] x [0]
-    : (tensor<4x4xf32>, tensor<4x4xf32>) -> tensor<4x4xf32>
-  %1 = call @several(%0) : (tensor<4x4xf32>) -> tensor<4x4xf32>
-  return %1 : tensor<4x4xf32>
+    : (tensor<8x8xf32>, tensor<8x8xf32>) -> tensor<8x8xf32>
+  %1 = call @several(%0) : (tensor<8x8xf32>) -> tensor<8x8xf32>
+  return %1 : tensor<8x8xf32>
 }
-func.func private @several(%x: tensor<4x4xf32>) -> tensor<4x4xf32> {
+func.func private @several(%x: tensor<8x8xf32>) -> tensor<8x8xf32> {
   %0 = stablehlo.dot_general %x, %x, contracting_dims = [1] x [0]
-    : (tensor<4x4xf32>, tensor<4x4xf32>) -> tensor<4x4xf32>
-  %1 = stablehlo.tanh %0 : tensor<4x4xf32>
+    : (tensor<8x8xf32>, tensor<8x8xf32>) -> tensor<8x8xf32>
+  %1 = stablehlo.tanh %0 : tensor<8x8xf32>
   %2 = stablehlo.constant dense<true> : tensor<i1>
   cf.br ^other(%2 : tensor<i1>)
 ^other(%p: tensor<i1>):
   %3 = stablehlo.dot_general %1, %1, contracting_dims = [1] x [0]
-    : (tensor<4x4xf32>, tensor<4x4xf32>) -> tensor<4x4xf32>
-  return %3 : tensor<4x4xf32>
+    : (tensor<8x8xf32>, tensor<8x8xf32>) -> tensor<8x8xf32>
+  return %3 : tensor<8x8xf32>
 }
 """
 
@@ -169,5 +169,5 @@ def test_functions_of_several_blocks_stay_and_are_named():
     before, after = (text.partition("@several(%arg")[2] for text in (ir.text(ir.parse(BLOCKS)), converted.text()))
     assert before == after != ""
     assert converted.report.casts == {"f32->bf16": 1}
-    x = np.eye(4, dtype=np.float32)
-    assert module_runs.run(converted.module, [x], execution.devices("cpu")[0])[0].shape == (4, 4)
+    x = np.eye(8, dtype=np.float32)
+    assert module_runs.run(converted.module, [x], execution.devices("cpu")[0])[0].shape == (8, 8)

@@ -91,7 +91,7 @@ class OpClass(NamedTuple):
         return self.decision is not None and self.decision.cast == "fp32_inside"
 
     @property
-    def sums_nothing(self) -> bool:
+    def sums_few(self) -> bool:
         """Whether it is a contraction that no rule decides, because a low dtype gains nothing."""
         return self.structure == "contraction" and self.decision is None
 
@@ -181,7 +181,8 @@ class Classifier:
 
     def _decide(self, name: str, module_path: str | None) -> OpClass:
         row = table().rows.get(name) or table().rows.get(_base(name)) or table().unknown
-        aten = meanings("stablehlo", name) or meanings("stablehlo", _base(name))
+        shorter = (name, name.rpartition(".")[0], _base(name))
+        aten = next(filter(None, (meanings("stablehlo", each) for each in shorter)), ())
         decision = self.policy.decision(aten[0], module_path, aten[1:]) if aten else None
         reached = self.policy.reaching(aten[0], module_path, aten[1:]) if aten else frozenset[Match]()
         if row.structure == "loop":
@@ -285,9 +286,8 @@ def _request(operation: Any) -> str:
     found = sizes.contraction(operation)
     if found is None:
         return ""
-    if found.sums_nothing and found.aten != "outer":
-        return "unsummed"
-    return found.aten if operation.name == "stablehlo.dot_general" else ""
+    aten = found.aten if operation.name == "stablehlo.dot_general" else ""
+    return ".".join(filter(None, (aten, "few"))) if found.sums_few and aten != "outer" else aten
 
 
 def _factor(operation: Any) -> str:

@@ -178,7 +178,7 @@ class Propagation:
             node = self.nodes[number]
             if self._free(node) and (node.colour in _ROUNDS or number in before):
                 node.keep_reason = "follows an operation that stays float32"
-                node.why = node.why if _sums_nothing(node) else node.keep_reason
+                node.why = node.why if _sums_few(node) else node.keep_reason
 
     def _reach(self, sources: Iterable[int], *, forward: bool, through: tuple[str, ...] = _UNDECIDED) -> set[int]:
         """Free nodes reachable from `sources` forward (backward) through free nodes of the colours `through`."""
@@ -285,7 +285,7 @@ class Propagation:
 
     def _explain(self, between: set[int]) -> None:
         for number, node in enumerate(self.nodes):
-            if self._free(node) and not node.boundary and not _sums_nothing(node):
+            if self._free(node) and not node.boundary and not _sums_few(node):
                 if node.colour in _ROUNDS:
                     node.why = "an operand is float32" if number in between else "not between two low operations"
                 elif node.structure != "constant":
@@ -296,8 +296,8 @@ class Propagation:
         return self.nodes[self.producer[slot]].low and slot not in self.wide
 
 
-def _sums_nothing(node: CastNode) -> bool:
-    return node.op_class is not None and node.op_class.sums_nothing
+def _sums_few(node: CastNode) -> bool:
+    return node.op_class is not None and node.op_class.sums_few
 
 
 def _is_exact(node: CastNode) -> bool:
