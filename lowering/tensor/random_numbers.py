@@ -36,8 +36,8 @@ def coin(rng: Any, probability: Any, shape: Sequence[int]) -> jax.Array:
     shape = tuple(shape)
     bits = jax.random.bits(rng, shape, jnp.uint32)
     if isinstance(probability, (int, float)):
-        words = round(probability * _WORD)
-        return jnp.ones(shape, jnp.bool_) if words >= _WORD else bits < jnp.uint32(max(words, 0))
+        number = round(probability * _WORD)
+        return jnp.ones(shape, jnp.bool_) if number >= _WORD else bits < jnp.uint32(max(number, 0))
     words = jnp.round(as_dtype(probability, jnp.float64) * _WORD)
     below = bits < as_dtype(jnp.clip(words, 0, _WORD - 1), jnp.uint32)
     return below | jnp.broadcast_to(words >= _WORD, shape)

@@ -243,7 +243,8 @@ def value_and_grad(
     """
     arguments.require_function("value_and_grad(fn)", fn, "a function that returns a loss")
     one = isinstance(argnums, int) or modules.is_diff_state(argnums)
-    chosen = (argnums,) if one else tuple(argnums)
+    given: Any = argnums
+    chosen: tuple[Any, ...] = (given,) if one else tuple(given)
     if not all(isinstance(number, int) or modules.is_diff_state(number) for number in chosen):
         raise TypeError(
             f"value_and_grad(argnums={argnums!r}): expected the position of an argument of fn, or several, such as 0 "
@@ -278,7 +279,7 @@ def value_and_grad(
                     "value_and_grad(fn, has_aux=True): expected fn to return (loss, aux), got "
                     f"{_shown(result)}; leave has_aux out where fn returns its loss alone"
                 )
-            loss: Any = result[0] if has_aux else result  # type: ignore[index]  # a pair where has_aux is set
+            loss: Any = result[0] if has_aux else result  # a pair where has_aux is set
             if not is_inexact(loss) or jnp.shape(loss) != () or jnp.iscomplexobj(loss):
                 raise TypeError(f"value_and_grad(fn): expected fn to return a real scalar loss, got {_shown(loss)}")
             return loss_scale.scale(loss), lifted_result

@@ -197,6 +197,7 @@ def differentiated(lifted: Lifted, chosen: Mapping[int, Any]) -> tuple[list[Any]
     def filled(new: list[Any]) -> tuple[Any, list[Any]]:
         states, leaves = dict(arrays), list(others)
         for places, values in zip(numbers, new, strict=True):
+            tree: Any
             indices, tree = jax.tree.flatten(places)
             for index, value in zip(indices, tree.flatten_up_to(values), strict=True):
                 if others[index] is not None:

@@ -437,7 +437,7 @@ class OwnPoint(events.Point[_Arguments, _Result]):
     """A point whose listeners hear of what the thread that has subscribed them records."""
 
     @property
-    def listeners(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def listeners(self) -> tuple[Any, ...]:
         """Those of this thread."""
         with trace.lock:
             found: tuple[Any, ...] = trace.listeners.get(self, ())

@@ -130,8 +130,8 @@ def look(*operands: Any) -> None:
         limit = trace.count
         if _is_repeated():
             execute.flush()
-            seen, limit = _loop().repetition, 0
-            seen.generation, seen.position, seen.most = trace.generation, 0, LONG
+            found, limit = _loop().repetition, 0
+            found.generation, found.position, found.most = trace.generation, 0, LONG
     trace.limit = min(limit, trace.most)
 
 

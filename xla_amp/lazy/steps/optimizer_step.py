@@ -50,7 +50,9 @@ def _run(original: Callable[..., Any], kind: type, optimizer: Optimizer, closure
 @contextlib.contextmanager
 def _rates(optimizer: Optimizer) -> Iterator[None]:
     """Gives a step the learning rates that are numbers on the host as inputs of its program."""
-    rates = [(group, rate) for group in optimizer.param_groups if is_number(rate := group.get("lr"))]
+    rates: list[tuple[dict[str, Any], Any]] = [
+        (group, rate) for group in optimizer.param_groups if is_number(rate := group.get("lr"))
+    ]
     others = [float(rate) for group, rate in rates if not group.get("fused")]  # whose kernels take numbers as inputs
     inputs = iter(_inputs(others))
     try:

@@ -140,13 +140,14 @@ class Generator(torch.Generator):
 
     _seed: int
     _offset: int
+    _generation: Generation | None
+    """The trace that has this generator's stream."""
 
     def __new__(cls) -> Generator:
         self: Generator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
         self._draws = 0
         self._stream = 0
-        self._generation: Generation | None = None
-        """The trace that has this generator's stream."""
+        self._generation = None
         self.manual_seed(67280421310721)  # torch's default seed
         _generators[self._cdata] = self  # type: ignore[attr-defined]
         return self
