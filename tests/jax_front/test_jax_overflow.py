@@ -184,15 +184,19 @@ def test_objects_of_nnx_keep_their_state():
         def __init__(self):
             self.layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
             self.count = nnx.Variable(jnp.zeros(()))
+            self.bound = nnx.Variable(jnp.zeros(()))
 
         def __call__(self, x):
             self.count[...] += 1
-            return jnp.log(self.layer(x) * 0)
+            self.bound[...] = jnp.log(self.layer(x) * 0).max()
+            return self.bound[...]
 
     model = Model()
     report = find_overflow(nnx.jit(lambda model, x: model(x)), model, jnp.ones((1, 2)))
     assert report.first.place.operation == "log"
     assert float(model.count[...]) == 0
+    report = find_overflow(lambda parts, x: (x, parts[0](x)), [model], x=jnp.ones((1, 2)))
+    assert report.results == ("result[1]", "args[0][0].bound")
 
 
 def test_a_mutable_array_is_looked_into():

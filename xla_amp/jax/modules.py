@@ -21,6 +21,12 @@ from xla_amp.policy.module_patterns import joined
 # as `nnx.jit` does it.
 
 
+def leaves_by_path(tree: Any, root: str) -> Iterator[tuple[str, Any]]:
+    """The leaves of a pytree, each with its path behind `root`."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield f"{root}{jax.tree_util.keystr(path)}", leaf
+
+
 class Lifted(NamedTuple):
     """A call as a pure one, of the state of its objects and its other arguments."""
 
@@ -31,6 +37,8 @@ class Lifted(NamedTuple):
     """Takes the result of `function`, updates the objects and returns what the call returns."""
     result: Callable[[Any], Any] = lambda result: result
     """Takes the result of `function` and returns that of the call, with places in place of objects."""
+    leaves: Callable[[Any], Iterator[tuple[str, Any]]] = functools.partial(leaves_by_path, root="result")
+    """Takes the result of `function` and returns its leaves by path, also of the objects that changed."""
     arguments: tuple[Any, ...] | None = None
     """For each positional argument, in its structure, the numbers of its leaves; None for a call without objects."""
 
@@ -94,6 +102,9 @@ def lifted_call(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
     leaves, tree = jax.tree.flatten((called, args, kwargs), is_leaf=is_object)
     objects = {str(index): leaf for index, leaf in enumerate(leaves) if is_object(leaf)}
     others = [None if is_object(leaf) else leaf for leaf in leaves]
+    given = {"function": called, "args": args, "kwargs": kwargs}
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tuple(given.values()), is_leaf=is_object)]
+    paths = [((*given,)[path[0].idx], *path[1:]) for path in paths]
     tag = object()
 
     def pure(arrays: Any, others: list[Any]) -> tuple[Any, Any, Any, Any]:
@@ -132,13 +143,20 @@ def lifted_call(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
 
         return jax.tree.map(found, rest, is_leaf=lambda node: isinstance(node, _Place))
 
+    def by_path(result: tuple[Any, Any, Any, Any]) -> Iterator[tuple[str, Any]]:
+        yield from leaves_by_path(result[0], "result")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(result[2]):
+            part, index, *inner = (key for key in path if not isinstance(key, jax.tree_util.GetAttrKey))
+            root, *rest = paths[int(index.key)] if part.key == 0 else ("result", jax.tree_util.SequenceKey(index.key))
+            yield ".".join([f"{root}{jax.tree_util.keystr(tuple(rest))}", *(str(key.key) for key in inner)]), leaf
+
     with nnx.update_context(tag):
         with nnx.split_context(tag) as context:
             graph, arrays = context.split(objects)
         numbers = jax.tree.unflatten(tree, range(len(leaves)))[1]
         try:
             if objects:
-                yield Lifted(pure, (arrays, others), {}, finish, lambda result: result[0], numbers)
+                yield Lifted(pure, (arrays, others), {}, finish, lambda result: result[0], by_path, numbers)
             else:
                 yield Lifted(function, args, kwargs)
         except sys.modules["flax.errors"].TraceContextError as error:

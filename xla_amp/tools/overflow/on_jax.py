@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -69,7 +69,7 @@ def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         raise StepError("find_overflow: a program that was compiled ahead of time has no operations; pass the function")
     if not compat.is_eager(compat.current_trace()):
         raise StepError("find_overflow: called inside of a function that JAX traces; call it with concrete values")
-    arguments = _nonfinite_paths((args, kwargs), "args")
+    arguments = _nonfinite(modules.leaves_by_path((args, kwargs), "args"))
     with progress.shown("find_overflow", first=3), modules.functionalized(function, args, kwargs) as lifted:
         jaxpr, tree = _traced(lifted)
         watch = _Watch()
@@ -80,7 +80,7 @@ def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
             "find_overflow: the function ran no JAX operation that can be watched. For a PyTorch step: "
             "xla_amp.find_overflow(step, ...)"
         )
-    return watch.report(arguments, _nonfinite_paths(jax.tree.unflatten(tree, result), "result"))
+    return watch.report(arguments, _nonfinite(lifted.leaves(jax.tree.unflatten(tree, result))))
 
 
 def _traced(lifted: modules.Lifted) -> tuple[Any, Any]:
@@ -318,10 +318,9 @@ def _parts(value: Any) -> tuple[list[np.ndarray[Any, Any]], bool]:
     return [np.asarray(array)], True
 
 
-def _nonfinite_paths(tree: Any, root: str) -> tuple[str, ...]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+def _nonfinite(leaves: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
     return tuple(
-        f"{root}{jax.tree_util.keystr(path)}"
+        path
         for path, leaf in leaves
         if isinstance(leaf, _NUMBERS) and not all(bool(np.isfinite(part).all()) for part in _parts(leaf)[0])
     )
