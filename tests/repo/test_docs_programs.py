@@ -10,7 +10,7 @@ from pathlib import Path
 import docs_figures
 import forked
 import pytest
-from source_tree import ROOT, python_blocks
+from source_tree import ROOT
 
 TORCH = """
 import torch, xla_amp
@@ -176,6 +176,8 @@ for page, (setup, blocks) in pages.items():
 RULES = 'extends = "tpu"\n\n[[rule]]\ncast = "fp32"\nwhy = "An example."\nsource = "a test"\noperations = ["tanh"]\n'
 PROSE = ("jax", "tools")
 """Pages whose comments at prints are words about the output, not its start."""
+WHOLE = ("../README", "../CONTRIBUTING")
+"""Pages whose blocks are whole programs."""
 PARTS = re.compile(r"^#+ ([^\n]+)$|^```(python(?! title=\"before\")[^\n]*|diff)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -211,7 +213,7 @@ def run(folder: Path, *pages: str, devices: int = 1) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("program", python_blocks("README.md") + python_blocks("CONTRIBUTING.md"))
+@pytest.mark.parametrize("program", [program for page in WHOLE for _, program, _ in blocks(page)])
 def test_a_whole_program_runs_as_printed(program):
     """README's steps are replayed, an executable each; Python waits for what it prints only."""
     if "xla_amp.compile(step)" in program:
