@@ -98,7 +98,8 @@ def test_each_replays_from_the_fourth_call_with_one_capture(name, options, scale
         warnings.simplefilter("error")
         model, optimizer, step = train(device, name, options, scaled, compiled=True)
     assert step.replays == STEPS - 3, step.reasons
-    assert len(step._cache) == 1
+    (captures,) = step._captures.values()
+    assert len(captures.cache) == 1
     assert counts.host_syncs == 0
     recorded, other, _ = train(device, name, options, scaled)
     expected, _, _ = train("cpu", name, options, scaled)

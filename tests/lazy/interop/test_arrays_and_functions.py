@@ -225,13 +225,13 @@ def test_a_training_step_with_a_jax_function_is_one_program(device):
 
 
 def test_autocast_goes_around_the_jax_function(device):
-    x = normal((8, 4), 0).float().to(device).requires_grad_()
-    w = {"gate": normal((4, 3), 1).float().to(device), "up": normal((4, 3), 2).float().to(device)}
+    x = normal((8, 6), 0).float().to(device).requires_grad_()
+    w = {"gate": normal((6, 3), 1).float().to(device), "up": normal((6, 3), 2).float().to(device)}
     result = torch_function(autocast(swiglu))(x, w, beta=1.0)
     result.sum().backward()
     xla_amp.sync()
     assert "bf16" in execute.programs()[-1].lower().as_text()
-    expected = torch_swiglu(normal((8, 4), 0), {"gate": normal((4, 3), 1), "up": normal((4, 3), 2)}, beta=1.0)
+    expected = torch_swiglu(normal((8, 6), 0), {"gate": normal((6, 3), 1), "up": normal((6, 3), 2)}, beta=1.0)
     np.testing.assert_allclose(result.detach().cpu(), expected, atol=3e-2 * float(expected.abs().max()))
 
 

@@ -25,8 +25,8 @@ DEVICE = xla_amp.xla_device()
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = torch.nn.LayerNorm(4)
-        self.fc = torch.nn.Linear(4, 4)
+        self.norm = torch.nn.LayerNorm(6)
+        self.fc = torch.nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.fc(self.norm(x))  # the line
@@ -36,7 +36,7 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = torch.nn.ModuleList([Block(), Block()])
-        self.head = torch.nn.Linear(4, 2)
+        self.head = torch.nn.Linear(6, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -55,7 +55,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def exported(model: Any) -> Any:
-    return xla_amp.export(model, torch.ones(3, 4, device=DEVICE))
+    return xla_amp.export(model, torch.ones(3, 6, device=DEVICE))
 
 
 KEPT: list[Any] = []
@@ -96,7 +96,7 @@ def test_a_training_step_names_the_backward_pass_and_runs_as_one_executable(mode
         optimizer.step()
         return loss
 
-    x = torch.ones(3, 4, device=DEVICE)
+    x = torch.ones(3, 6, device=DEVICE)
     step(x)
     names = [str(each.location).split('"')[1] for each in products(xla_amp.export(step, x))]
     assert [name for name in names if "transpose" not in name] == [
@@ -108,7 +108,7 @@ def test_a_training_step_names_the_backward_pass_and_runs_as_one_executable(mode
 
 
 def test_lines_are_no_part_of_the_programs_key(model: Any) -> None:
-    x = torch.ones(3, 4, device=DEVICE)
+    x = torch.ones(3, 6, device=DEVICE)
     with torch.no_grad():
         for _ in range(2):
             model(x).sum().item()
@@ -125,7 +125,7 @@ def test_a_torch_module_called_from_jax_names_its_modules() -> None:
     def loss(params: Any, x: Any) -> Any:
         return jnp.sum(function(params, x))
 
-    x = jnp.ones((3, 4))
+    x = jnp.ones((6, 6))
     rules: Any = {"module:*.head": "fp32"}
     with policy.override(rules), xla_amp.explain() as report:
         xla_amp.jax.autocast(jax.grad(loss), strict=True)(params, x)

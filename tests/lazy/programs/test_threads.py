@@ -137,8 +137,12 @@ def test_waiting_does_not_hold_the_tape(device: torch.device) -> None:
 # ---- a trace belongs to a thread ------------------------------------------------------------------------------------
 
 
+_OF_THE_CPU = threading.Lock()
+"""Around seeding and drawing from torch's CPU generator, which all threads share."""
+
+
 def _net(seed: int, device: torch.device, width: int = 16, dropout: float = 0.0) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
+    with _OF_THE_CPU, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers = nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width), nn.Dropout(dropout), nn.Linear(width, 4)
     return nn.Sequential(*layers).to(device)
@@ -394,10 +398,10 @@ def test_backward_in_another_thread(device: torch.device) -> None:
 
 
 def test_random_numbers_of_a_thread_are_its_own(device: torch.device) -> None:
-    def draw(seed: int | None) -> list[torch.Tensor]:
-        if seed is not None:
-            torch.manual_seed(seed)
+    def draw(seed: int) -> list[torch.Tensor]:
         model = _net(1, device, dropout=0.5)
+        with _OF_THE_CPU:
+            torch.manual_seed(seed)
         found = []
         for x, _ in _batches(0, 4):
             x = x.to(device).requires_grad_()

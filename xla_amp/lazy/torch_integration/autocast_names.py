@@ -36,10 +36,14 @@ def set_low_dtype() -> None:
     optimizer.register_optimizer_step_pre_hook(_look)  # a region around a whole loop
 
 
-def remember_asked(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """`torch.autocast.__init__`, which switches "cuda" off where there is none, as scripts ask for it nevertheless."""
-    original(self, *args, **kwargs)
-    self._xla_amp_asked = kwargs.get("enabled", args[2] if len(args) > 2 else True)
+def remember_asked(original: Callable[..., Any], cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+    """`torch.autocast.__new__`: `__init__` switches "cuda" off where there is none, as scripts ask for it nevertheless.
+
+    `__init__` itself warns at the line of its caller.
+    """
+    region = original(cls)
+    region._xla_amp_asked = kwargs.get("enabled", args[2] if len(args) > 2 else True)
+    return region
 
 
 def enter(original: Callable[..., Any], self: Any) -> Any:

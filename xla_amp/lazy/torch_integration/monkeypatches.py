@@ -393,7 +393,7 @@ PATCHES = (
     ),
     PatchGroup(names=("torch.autocast.__exit__",), reason="As above.", replace=autocast_names.leave),
     PatchGroup(
-        names=("torch.autocast.__init__",),
+        names=("torch.autocast.__new__",),
         reason="torch.autocast('cuda') without a GPU forgets that the script asked for it.",
         replace=autocast_names.remember_asked,
     ),
