@@ -62,11 +62,7 @@ def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Calla
         decides = _decides.get(optimizer)
         # torch_xla gives wrong gradients to a second optimizer where the flag of the first is read before its step.
         on_torch_xla = devices.engine().DEVICE_TYPE != base.LAZY
-        if (
-            on_torch_xla
-            or decides is _Decides.DEVICE
-            or (decides is None and initial_state.has_torchs_step(initial_state.torchs_class(optimizer)))
-        ):
+        if on_torch_xla or decides is _Decides.DEVICE or (decides is None and _has_torchs_step(optimizer)):
             return _undone(optimizer, found_inf, step)
         if found_inf.item():
             left_out(optimizer, found_inf)
@@ -131,11 +127,7 @@ def _warn(optimizer: Optimizer, path: held.Path | None) -> None:
 def _counting_on_device(optimizer: Optimizer) -> Iterator[None]:
     """Makes an optimizer, and those that it holds, count steps on the device where they support it."""
     with contextlib.ExitStack() as stack:
-        every = (
-            [optimizer]
-            if initial_state.has_torchs_step(initial_state.torchs_class(optimizer))
-            else held.optimizers(optimizer)
-        )
+        every = [optimizer] if _has_torchs_step(optimizer) else held.optimizers(optimizer)
         for each in reversed(every):  # an outer optimizer may have the groups of an inner one
             stack.enter_context(_one_counting(each))
         yield
