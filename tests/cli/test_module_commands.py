@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import threading
 
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from source_tree import ROOT, python_blocks
 
 from xla_amp.cli import native
 from xla_amp.stablehlo import io, ir
@@ -256,3 +259,13 @@ def test_an_interruption_is_no_traceback(run, folder):
         assert run("inspect", "pipe") == (130, "", "xla-amp: interrupted\n")
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_the_page_shows_what_convert_prints(call_cli, tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "stablehlo.md").read_text()
+    command, shown = re.findall(r"^```text\n\$ xla-amp (.+)\n((?:.*\n)+?)\.\.\.\n", page, re.MULTILINE)[0]
+    exec(python_blocks("docs/stablehlo.md")[0].replace("/tmp/", f"{tmp_path}/"), {})
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = call_cli(*shlex.split(command))
+    assert status == 0
+    assert shown in out  # after the report that the program prints
