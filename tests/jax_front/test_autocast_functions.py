@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -95,3 +96,20 @@ def test_values_are_close_to_float64_and_dtypes_are_kept(row, names):
     if "forward" in names:  # eagerly, without jit: the same program in parts
         once = autocast(row.function)(arrays(p, jnp.float32), arrays(x, jnp.float32))
         assert 1e-6 < distance(once, expected["forward"]) < row.tolerance  # a float32 run would be closer
+
+
+@pytest.mark.parametrize("low", ["bfloat16", "float16"])
+def test_gradients_of_a_row_that_is_read_many_times_add_up_in_float32(low):
+    w, x, rows = jnp.eye(8), jnp.ones((4, 8)), jnp.zeros(4096, int)
+
+    def loss(w):
+        return jnp.sum(jnp.sin(0.1 * (x @ w)[rows]))
+
+    np.testing.assert_allclose(jax.grad(autocast(loss, dtype=low))(w), jax.grad(loss)(w), rtol=0.01)
+
+
+def test_one_label_for_each_row_is_read_from_low_values():
+    w, x, labels = jnp.eye(8), jnp.ones((4, 8)), jnp.zeros((4, 1), int)
+    loss = autocast(lambda w: jnp.sum(jnp.take_along_axis(x @ w, labels, 1)))
+    text = jax.jit(jax.grad(loss)).lower(w).as_text()
+    assert re.search(r"stablehlo.scatter.*?\}\) : \(tensor<4x8x(\w+)>", text, re.DOTALL)[1] == "bf16"

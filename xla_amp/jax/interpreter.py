@@ -314,7 +314,11 @@ class Interpreter:
             if not self.streams.isdisjoint(eqn.outvars) and low in map(dtype_of, arrays_of(operands)):
                 operands, told = [inside(self.casts.cast(value, low)) for value in operands], _RESIDUAL
             used, params = self._cast(kind, decision, operands, weak, eqn)
-            outs = compat.bind(primitive, used, params)
+            if not self.backward and _reads_again(row, params, used) and dtype_of(used[0]) == low:
+                read = [cast(used[0], F32), *used[1:]]  # gradients of one element add up in float32
+                outs = [cast(out, low) for out in compat.bind(primitive, read, params)]
+            else:
+                outs = compat.bind(primitive, used, params)
             if row.adds:
                 results = [sum_of(operands, outs[0])]
             if kind in ("data_movement", "conversion"):
@@ -520,6 +524,14 @@ def _result_like(operand: Any, params: dict[str, Any], written: Sequence[Any]) -
     if not is_castable(wanted) or (wanted == F32 and all(dtype_of(each) != F32 for each in written[:2])):
         return params
     return {**params, "preferred_element_type": dtype_of(operand)}
+
+
+def _reads_again(row: PrimitiveInfo, params: dict[str, Any], operands: Sequence[Any]) -> bool:
+    """Whether a primitive that indexes an array may return an element several times."""
+    if not row.indexed_by:
+        return False
+    shape, batch = np.shape(operands[1]), params[row.indexed_by].start_indices_batching_dims
+    return any(size != 1 for axis, size in enumerate(shape[:-1]) if axis not in batch)
 
 
 def _why_fixed(decision: Decision, row: PrimitiveInfo) -> str:

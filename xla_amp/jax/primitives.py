@@ -78,6 +78,9 @@ class PrimitiveInfo(NamedTuple):
     """The parameter that holds, for each axis of its result, the axis of its operand."""
     axis_places: str = ""
     """The parameter that holds, for each axis of its operand, the axis of its result."""
+    indexed_by: str = ""
+    """The parameter that says how its second operand indexes the first: it may return an element several times, whose
+    gradients are added."""
     scaled_by: tuple[int, ...] = ()
     """The operands of which one may be a power of two, so that it rounds nothing: then it needs no float32."""
     activates: bool = False
@@ -103,9 +106,10 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
     )
     | _row(
         "data_movement", _MOVED,
-        "copy_p", "dynamic_slice", "gather", "rev", "slice",
+        "copy_p", "dynamic_slice", "rev", "slice",
         passes_gradient=True,
     )
+    | _row("data_movement", _MOVED, "gather", passes_gradient=True, indexed_by="dimension_numbers")
     | _row("data_movement", _MOVED, "pbroadcast", "pcast", "pvary", passes_gradient=True, adds_devices=True)
     | _row("data_movement", _MOVED, "copy", passes_gradient=True, plumbing=True)
     | _row(
