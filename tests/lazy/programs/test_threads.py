@@ -155,9 +155,14 @@ def _batches(seed: int, count: int, width: int = 16) -> list[tuple[torch.Tensor,
     ]
 
 
-def _train(device: torch.device, seed: int, *, captured: bool, scaled: bool, steps: int = 8) -> list[torch.Tensor]:
-    """The parameters and the last loss after some steps of a model of one's own."""
-    model = _net(seed, device)
+def _train(
+    device: torch.device, seed: int, *, captured: bool, scaled: bool, steps: int = 8, model: nn.Module | None = None
+) -> list[torch.Tensor]:
+    """The parameters and the last loss after some steps of a model, by default of one's own.
+
+    To make a model draws on the host, beside which no call of another thread is captured.
+    """
+    model = model or _net(seed, device)
     optimizer = xla_amp.syncfree.AdamW(model.parameters(), lr=1e-2)
     scaler = xla_amp.GradScaler(device.type, enabled=scaled)
 
@@ -200,8 +205,11 @@ def test_threads_that_train_have_the_bits_and_the_programs_of_one(
         expected = [_train(device, seed, captured=captured, scaled=scaled) for seed in range(count)]
         engine.sync()
     execute.clear_programs()
+    models = [_net(seed, device) if captured else None for seed in range(count)]
     with xla_amp.testing.counts() as seen:
-        found = _side_by_side(lambda seed: _train(device, seed, captured=captured, scaled=scaled), count)
+        found = _side_by_side(
+            lambda seed: _train(device, seed, captured=captured, scaled=scaled, model=models[seed]), count
+        )
     assert all(map(_same, found, expected))
     assert seen.compilations <= alone.compilations, (seen, alone)
 
@@ -428,15 +436,15 @@ def test_a_generator_of_several_threads_repeats_nothing(device: torch.device) ->
 
 def test_a_capture_beside_a_thread_that_reads(device: torch.device) -> None:
     """Reads, models and optimizers of other threads are nothing that a step does."""
-    stop = threading.Event()
+    stop, models = threading.Event(), [_net(seed, device) for seed in (2, 7)]
 
     def other() -> None:
         while not stop.is_set():
-            _train(device, 7, captured=False, scaled=False, steps=1)
+            _train(device, 7, captured=False, scaled=False, steps=1, model=models[1])
 
     def train() -> None:
         try:
-            assert _same(_train(device, 2, captured=True, scaled=True), expected)
+            assert _same(_train(device, 2, captured=True, scaled=True, model=models[0]), expected)
         finally:
             stop.set()
 

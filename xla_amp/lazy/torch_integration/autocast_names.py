@@ -7,6 +7,7 @@ another device casts nothing of the lazy one; where low operations were recorded
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,12 @@ def remember_asked(original: Callable[..., Any], cls: type[Any], *args: Any, **k
     region = original(cls)
     region._xla_amp_asked = kwargs.get("enabled", args[2] if len(args) > 2 else True)
     return region
+
+
+def keep_signature() -> None:
+    """Dynamo binds arguments by the signature of the class, which is that of `__new__` where there is one."""
+    new: Any = torch.autocast.__new__
+    new.__signature__ = inspect.signature(torch.autocast.__init__)
 
 
 def enter(original: Callable[..., Any], self: Any) -> Any:

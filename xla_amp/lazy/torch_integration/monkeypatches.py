@@ -57,11 +57,11 @@ def install() -> None:
     """Installs every patch of the table, and where checkpoints are loaded to, unless `import torch` has done it."""
     torch_registration.register_location(_started)
     for patch in PATCHES:
-        if patch.install is not None:
-            patch.install()
         if patch.replace is not None:
             for name in patch.names:
                 _replace(name, patch.replace)
+        if patch.install is not None:
+            patch.install()
 
 
 def _replace(name: str, replace: Callable[..., Any]) -> None:
@@ -396,6 +396,7 @@ PATCHES = (
         names=("torch.autocast.__new__",),
         reason="torch.autocast('cuda') without a GPU forgets that the script asked for it.",
         replace=autocast_names.remember_asked,
+        install=autocast_names.keep_signature,
     ),
     PatchGroup(
         names=("torch.amp.GradScaler._maybe_opt_step",),
