@@ -487,9 +487,7 @@ def test_an_interrupt_while_another_thread_records(device: torch.device) -> None
 
 
 @pytest.mark.full
-@pytest.mark.xfail(
-    strict=False, reason="2 of 200 fail on a busy machine: what a thread hands on unfinished may be lost"
-)
+@pytest.mark.xfail(strict=False, reason="2 of 200 fail on a busy machine, as docs/limits.md says")
 @pytest.mark.parametrize("seed", range(200))
 def test_random_interleavings(device: torch.device, seed: int) -> None:
     """Threads with private models, a shared read-only one, a shared counter and handed tensors never wait for ever."""
