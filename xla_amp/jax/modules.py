@@ -102,9 +102,6 @@ def lifted_call(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
     leaves, tree = jax.tree.flatten((called, args, kwargs), is_leaf=is_object)
     objects = {str(index): leaf for index, leaf in enumerate(leaves) if is_object(leaf)}
     others = [None if is_object(leaf) else leaf for leaf in leaves]
-    given = {"function": called, "args": args, "kwargs": kwargs}
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tuple(given.values()), is_leaf=is_object)]
-    paths = [((*given,)[path[0].idx], *path[1:]) for path in paths]
     tag = object()
 
     def pure(arrays: Any, others: list[Any]) -> tuple[Any, Any, Any, Any]:
@@ -145,6 +142,8 @@ def lifted_call(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
 
     def by_path(result: tuple[Any, Any, Any, Any]) -> Iterator[tuple[str, Any]]:
         yield from leaves_by_path(result[0], "result")
+        given = jax.tree_util.tree_leaves_with_path((called, args, kwargs), is_leaf=is_object)
+        paths = [(("function", "args", "kwargs")[path[0].idx], *path[1:]) for path, _ in given]
         for path, leaf in jax.tree_util.tree_leaves_with_path(result[2]):
             part, index, *inner = (key for key in path if not isinstance(key, jax.tree_util.GetAttrKey))
             root, *rest = paths[int(index.key)] if part.key == 0 else ("result", jax.tree_util.SequenceKey(index.key))
