@@ -60,6 +60,8 @@ EXCEPTIONS: Final[Mapping[str, str]] = MappingProxyType(
 """Function, and value or gradient -> why it may be further from the exact value than the hand-written form."""
 ENDLESS: Final = ("exp1", "expi", "expn")
 """Functions of which JAX's loop does not end for some small values, also without autocast: they get larger ones."""
+SETTINGS: Final = ("set_printoptions", "printoptions")
+"""They compute nothing, and would set NumPy's options for printing to a value that is being traced."""
 _INTS: Final = np.ones((12, 12), np.int32)
 FORMS: Final[tuple[Callable[..., Any], ...]] = (
     lambda f, key, a, b, c: f(a),
@@ -98,7 +100,9 @@ FORMS: Final[tuple[Callable[..., Any], ...]] = (
 
 def functions(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name, function in sorted(vars(MODULES[module]).items()):
-        if not name.startswith("_") and callable(function) and not isinstance(function, type):
+        if name.startswith("_") or name in SETTINGS:
+            continue
+        if callable(function) and not isinstance(function, type):
             if name in ENDLESS:
                 function = functools.partial(endless, function)
             yield f"{module}.{name}", function
