@@ -191,6 +191,7 @@ TITLES = {
     "raises": "Not supported: a clear error",
     "tolerance": "Less exact than the CPU",
     "random": "Random: other numbers, the same distribution",
+    "ties": "Positions of equal elements",
     "unchecked": "Indices out of range: an XLA program cannot raise",
     "unset": "Uninitialized memory",
 }

@@ -6,6 +6,7 @@ The table drives the comparison with torch's operator database and the published
 * ``tolerance``: results are the CPU's within `tolerance` times float32's usual error, for the reason given.
 * ``random``: results are drawn (with `where`: if that argument is not 0); dtype, shape and moments are the CPU's.
 * ``unchecked``: as on the CPU for indices in range; of those out of range only uploaded ones raise (`index_checks`).
+* ``ties``: values are the CPU's; of equal elements another one's position may be given.
 * ``unset``: results are memory that was never written; dtype and shape are the CPU's.
 """
 
