@@ -36,7 +36,7 @@ from results import plot, write_json, write_markdown
 from workloads import WORKLOADS, Workload, language
 
 import xla_amp
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.programs import execute, pjrt
 from xla_amp.lazy.programs.compile import XlaProgram
 

@@ -28,7 +28,7 @@ from models import GPT, GPTConfig, ResNet50
 from results import interleaved, machine
 
 import xla_amp
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.programs.compile import XlaProgram
 

@@ -7,7 +7,7 @@ from peer import Trainer, jax_kernels, jax_peak, program_bytes
 from workloads import Workload
 
 import xla_amp
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.programs import execute
 from xla_amp.lowering import forms
 

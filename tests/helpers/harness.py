@@ -26,7 +26,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 import xla_amp
 from xla_amp import lazy as engine
 from xla_amp.errors import XlaAmpError
-from xla_amp.lazy.dtypes import TO_NUMPY, to_numpy, to_torch
+from xla_amp.lazy.base.dtypes import TO_NUMPY, to_numpy, to_torch
 from xla_amp.lowering import Lowering, find
 from xla_amp.lowering.operand import materialize
 from xla_amp.policy.op_catalog import catalogue

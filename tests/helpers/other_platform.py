@@ -6,7 +6,7 @@ import collections
 import math
 import re
 
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.graph.tape import Tape
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.programs.compile import build

@@ -12,7 +12,7 @@ from cluster_program import LOOPBACK
 
 from xla_amp.common.config import Process, Store
 from xla_amp.errors import EngineError
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.distributed import cluster
 from xla_amp.lazy.distributed.launch import _two_ports
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import xla_amp
 from xla_amp import GradScaler, syncfree
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.programs import execute, pjrt
 
 SHAPES = [(64, 128), (128, 256), (256,), (32, 32, 8)]

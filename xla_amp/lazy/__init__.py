@@ -1,6 +1,15 @@
 """The lazy torch device on JAX/PJRT: importing this starts nothing, `device()` does."""
 
 from xla_amp.lazy.distributed import processes as processes
+from xla_amp.lazy.graph.generator import (
+    get_rng_state as get_rng_state,
+)
+from xla_amp.lazy.graph.generator import (
+    manual_seed as manual_seed,
+)
+from xla_amp.lazy.graph.generator import (
+    set_rng_state as set_rng_state,
+)
 from xla_amp.lazy.ops.cast_layers import cast_layer as cast_layer
 from xla_amp.lazy.programs.execute import sync as sync
 from xla_amp.lazy.programs.metrics import metrics as metrics
@@ -15,12 +24,3 @@ from xla_amp.lazy.tensors.transfer import zeros as zeros
 from xla_amp.lazy.torch_integration.accelerator import memory_stats as memory_stats
 from xla_amp.lazy.torch_integration.device import device as device
 from xla_amp.lazy.torch_integration.device import is_started as is_started
-from xla_amp.lazy.torch_integration.generator import (
-    get_rng_state as get_rng_state,
-)
-from xla_amp.lazy.torch_integration.generator import (
-    manual_seed as manual_seed,
-)
-from xla_amp.lazy.torch_integration.generator import (
-    set_rng_state as set_rng_state,
-)

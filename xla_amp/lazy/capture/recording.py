@@ -36,13 +36,13 @@ from xla_amp.lazy.capture.values import (
     plain,
     view,
 )
+from xla_amp.lazy.graph import generator
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Buffer, Spec, this_thread, trace
 from xla_amp.lazy.programs import execute, recompile_reasons
 from xla_amp.lazy.programs.observed import observed
 from xla_amp.lazy.steps import optimizer_step, step_marker
 from xla_amp.lazy.tensors import tensor_io
-from xla_amp.lazy.torch_integration import generator
 
 Reference: TypeAlias = "ref[Buffer]"
 Source: TypeAlias = "int | Reference | Buffer"

@@ -21,11 +21,11 @@ from xla_amp.backends.trees import tree_flatten, tree_unflatten
 from xla_amp.lazy.capture.recording import Origin, Recording, Source, Target
 from xla_amp.lazy.capture.state import Snapshot
 from xla_amp.lazy.capture.values import NotReplayableError, view
+from xla_amp.lazy.graph import generator
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Buffer, Poisoned, instructions, settle
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors import tensor_io, transfer
-from xla_amp.lazy.torch_integration import generator
 
 
 class Replay:

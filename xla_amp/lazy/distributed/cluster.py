@@ -12,7 +12,7 @@ import functools
 from xla_amp.common import config
 from xla_amp.common.config import Process
 from xla_amp.errors import EngineError
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 
 
 def is_loopback(host: str) -> bool:

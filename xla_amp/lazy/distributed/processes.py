@@ -19,7 +19,7 @@ import jax
 
 from xla_amp.common import config
 from xla_amp.errors import EngineError
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.distributed import cluster, consistency
 from xla_amp.lazy.distributed.cluster import ordinal as ordinal
 from xla_amp.lazy.distributed.cluster import world_size as world_size

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from xla_amp.errors import EngineError
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.distributed import processes
+from xla_amp.lazy.graph import generator
 from xla_amp.lazy.programs import mesh
-from xla_amp.lazy.torch_integration import generator
 
 ComparedArray: TypeAlias = np.ndarray | jax.Array
 """An array on the mesh, or Python numbers of a program as an array on the host."""

@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from xla_amp.backends import base, devices, trees
 from xla_amp.common import arguments
 from xla_amp.errors import DeviceError
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
+from xla_amp.lazy.base.dtypes import to_numpy
 from xla_amp.lazy.distributed import processes, same_values
-from xla_amp.lazy.dtypes import to_numpy
 from xla_amp.lazy.graph.trace import Buffer, Instruction, Spec, assign, instruction_cache, record, trace
 from xla_amp.lazy.programs import execute, pjrt
 from xla_amp.lazy.programs import mesh as meshes

@@ -33,8 +33,8 @@ import torch
 from xla_amp.backends import module_paths
 from xla_amp.common import events, interrupts
 from xla_amp.errors import DeviceError, StepFailedError
-from xla_amp.lazy import private_api
-from xla_amp.lazy.dtypes import TO_NUMPY
+from xla_amp.lazy.base import forks, private_api
+from xla_amp.lazy.base.dtypes import TO_NUMPY
 from xla_amp.lowering import OneHot, Permuted
 from xla_amp.lowering.operand import as_dtype, rounded_to_half
 
@@ -529,6 +529,14 @@ def _put(owner: Owner) -> None:
 
 
 interrupts.changes_hands.subscribe(_enters)
+
+
+def _record_nothing() -> None:
+    """In a forked child each kernel calls `flush`, which raises."""
+    trace.limit = trace.most = -1
+
+
+forks.in_child.subscribe(_record_nothing)
 
 
 def recorded() -> set[int]:

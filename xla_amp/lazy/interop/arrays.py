@@ -14,8 +14,8 @@ import torch
 from xla_amp.backends import base
 from xla_amp.common import arguments
 from xla_amp.errors import DeviceError, UnsupportedDtypeError
-from xla_amp.lazy import private_api
-from xla_amp.lazy.dtypes import TO_TORCH
+from xla_amp.lazy.base import private_api
+from xla_amp.lazy.base.dtypes import TO_TORCH
 from xla_amp.lazy.graph.trace import Buffer, spec
 from xla_amp.lazy.programs import mesh, pjrt
 from xla_amp.lazy.tensors import transfer

@@ -15,7 +15,7 @@ import torch
 from xla_amp.backends import base, trees
 from xla_amp.common import arguments
 from xla_amp.errors import CaptureError
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.capture.values import bound
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.interop.locations import Locations

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from xla_amp.backends import base, trees
-from xla_amp.lazy import private_api
-from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH
+from xla_amp.lazy.base import private_api
+from xla_amp.lazy.base.dtypes import TO_NUMPY, TO_TORCH
 from xla_amp.lazy.interop.arrays import to_jax
 from xla_amp.lazy.interop.functionalize import FunctionTrace, evaluate, numbers_of, tracing
 from xla_amp.lazy.interop.torch_function import has_64_bits

@@ -17,6 +17,7 @@ import torch
 
 from xla_amp.common.events import Place
 from xla_amp.errors import EngineError
+from xla_amp.lazy.graph import generator
 from xla_amp.lazy.graph.tape import BEGIN, Position, Tape
 from xla_amp.lazy.graph.trace import Buffer, Poisoned, add_parameter, spec, trace
 from xla_amp.lazy.interop.locations import Locations
@@ -25,7 +26,6 @@ from xla_amp.lazy.programs.compile import Key
 from xla_amp.lazy.programs.observed import Function, function_of
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io, transfer
-from xla_amp.lazy.torch_integration import generator
 
 
 class _Placeholder:

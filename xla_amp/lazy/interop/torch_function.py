@@ -14,7 +14,7 @@ import torch
 
 from xla_amp.backends import base
 from xla_amp.errors import UnsupportedDtypeError
-from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH
+from xla_amp.lazy.base.dtypes import TO_NUMPY, TO_TORCH
 from xla_amp.lazy.graph.trace import Instruction, record, spec, trace
 from xla_amp.lazy.interop.arrays import from_jax
 from xla_amp.lazy.steps.loops import flush_if_full

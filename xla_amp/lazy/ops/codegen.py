@@ -20,8 +20,9 @@ import torch
 
 from xla_amp.backends import dynamo
 from xla_amp.common import interrupts
-from xla_amp.lazy import private_api
-from xla_amp.lazy.dtypes import TO_NUMPY
+from xla_amp.lazy.base import private_api
+from xla_amp.lazy.base.dtypes import TO_NUMPY
+from xla_amp.lazy.graph import generator
 from xla_amp.lazy.graph.trace import Buffer, Family, Instruction, Spec, add_parameter, instruction_cache, spec, trace
 from xla_amp.lazy.ops.checks import argument_rules, shape_inference
 from xla_amp.lazy.ops.operators import functional_variant
@@ -29,7 +30,6 @@ from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.programs.compile import Context
 from xla_amp.lazy.steps.loops import look
 from xla_amp.lazy.tensors import tensor_io
-from xla_amp.lazy.torch_integration import generator
 from xla_amp.lowering import Lowering
 
 Variant = Literal["functional", "inplace", "out"]

@@ -2,7 +2,7 @@
 
 XLA compiles for fixed sizes, so these are computed on the host: the trace is flushed, the operands are downloaded and
 the results are uploaded.  Each call counts in ``metrics.host_syncs``, and the first one of each operation warns.  If
-the host can compute the operands (`host_eval`), as a mask of uploaded labels, there is no download and no wait.
+the host can compute the operands (`host_values`), as a mask of uploaded labels, there is no download and no wait.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from xla_amp.common import events
-from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.ops.operators import KernelTable
-from xla_amp.lazy.tensors import tensor_io, transfer
+from xla_amp.lazy.tensors import host_values, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 aten = torch.ops.aten
@@ -51,7 +50,7 @@ def _to_host(value: Any, name: str) -> Any:
     """`value` with tensors of the device read to the CPU, for the operation `name`."""
     if not isinstance(value, torch.Tensor) or value.device.type != DEVICE_TYPE:
         return value
-    found = host_eval.value(value)
+    found = host_values.value(value)
     if found is None:
         announce(name)
         found = tensor_io.to_host(value)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.ops.operators import Wrapper, before
 from xla_amp.lazy.programs import mesh
+from xla_amp.lazy.tensors import host_values
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 
@@ -24,7 +24,7 @@ def on_host(index: Any) -> torch.Tensor | None:
         return None
     if index.device.type != DEVICE_TYPE:
         return index if index.device.type == "cpu" else None
-    return host_eval.copy_of(index) if mesh.active is None else None
+    return host_values.copy_of(index) if mesh.active is None else None
 
 
 def _size(x: torch.Tensor, dim: int) -> int:

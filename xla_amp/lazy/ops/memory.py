@@ -13,15 +13,12 @@ import torch
 
 from xla_amp.common import interrupts
 from xla_amp.errors import DeviceError
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import forks, private_api, shapes
 from xla_amp.lazy.graph.trace import Buffer, add_parameter, cast, conversions, record, spec, trace
-from xla_amp.lazy.ops import host_eval
-from xla_amp.lazy.ops.checks import shape_inference
 from xla_amp.lazy.ops.operators import KernelTable, on_key
 from xla_amp.lazy.steps.loops import flush_if_full, look
-from xla_amp.lazy.tensors import tensor_io, transfer
+from xla_amp.lazy.tensors import host_values, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import forks
 
 aten = torch.ops.aten
 _lock = trace.lock
@@ -65,14 +62,14 @@ def _resize(self: torch.Tensor, size: Any, *, memory_format: Any = None) -> torc
 
 @KERNELS.implements("set_.source_Storage_storage_offset")
 def _set_storage(self: torch.Tensor, source: Any, storage_offset: int, size: Any, stride: Any = ()) -> torch.Tensor:
-    stride = stride or shape_inference.contiguous_strides(size)
+    stride = stride or shapes.contiguous_strides(size)
     buffer = source._xla_amp
     if buffer is not None and buffer.raw is not None:
         # Bytes of a checkpoint: torch.load sets each tensor on its storage, and only the tensor has the dtype.
         values, buffer.raw = buffer.raw, None
         if values.numel() % self.dtype.itemsize == 0:
             values = values.view(self.dtype)
-        whole = storage_offset == 0 and tuple(stride) == tuple(shape_inference.contiguous_strides(size))
+        whole = storage_offset == 0 and tuple(stride) == tuple(shapes.contiguous_strides(size))
         if whole and math.prod(size) == values.numel():
             values = values.view(size)
         buffer.store(transfer.upload(values))
@@ -198,7 +195,7 @@ def _copied(self: torch.Tensor, dtype: torch.dtype, device: Any) -> torch.Tensor
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU; without a wait if it follows from uploaded integers and booleans."""
     wanted = not tensor.is_floating_point() and not tensor.is_complex()
-    found = host_eval.value(tensor) if wanted else None
+    found = host_values.value(tensor) if wanted else None
     return tensor_io.to_host(tensor) if found is None else found
 
 
@@ -245,7 +242,7 @@ def _weight_norm_backward(
 
 @KERNELS.implements("_local_scalar_dense")
 def _item(self: torch.Tensor) -> Any:
-    found = host_eval.value(self)
+    found = host_values.value(self)
     return (tensor_io.to_host(self) if found is None else found).item()
 
 

@@ -17,7 +17,7 @@ import torch
 
 from xla_amp.common import events
 from xla_amp.errors import RecompileWarning
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.graph.trace import Buffer, spec
 from xla_amp.lazy.ops.checks.meta_results import SHAPES
 from xla_amp.lazy.ops.composites import is_transformed

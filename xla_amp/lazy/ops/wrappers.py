@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from xla_amp.common import events
+from xla_amp.lazy.base import shapes
 from xla_amp.lazy.graph.trace import Poisoned, trace
-from xla_amp.lazy.ops import dynamic_shape, host_eval
-from xla_amp.lazy.ops.checks import shape_inference
+from xla_amp.lazy.ops import dynamic_shape
 from xla_amp.lazy.ops.checks.argument_rules import EACH_CALL, ArgumentRule, check_fits
 from xla_amp.lazy.ops.checks.meta_results import RANK_REVEALING
 from xla_amp.lazy.ops.codegen import make_kernel
@@ -25,7 +25,7 @@ from xla_amp.lazy.ops.index_checks import CHECKED, check_several
 from xla_amp.lazy.ops.operators import Kernel, KernelTable, Wrapper, before, find
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.steps import step_marker
-from xla_amp.lazy.tensors import tensor_io, transfer
+from xla_amp.lazy.tensors import host_values, tensor_io, transfer
 from xla_amp.lazy.tensors.later import Read, read_later
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lowering import table
@@ -80,7 +80,7 @@ def _assert_async(
         raise RuntimeError(f"torch._assert_async expects a tensor of one element, got {list(self.shape)}")
     where = events.user_location()
     text = f"{assert_msg or 'Assertion is failed'}{where and f' (asserted at {where})'}"
-    found = host_eval.value(self)
+    found = host_values.value(self)
     if found is not None or execute.flush_begins.listeners:
         if not self.item():
             raise RuntimeError(text)
@@ -234,7 +234,7 @@ def _tangent_for(self: torch.Tensor, other: torch.Tensor, *, self_num_batch_dims
     """Zeros laid out as `other` is, behind the batch dimensions of `self`; torch would size them by its bytes."""
     batch = self.shape[:self_num_batch_dims]
     room = tensor_io.buffer_of(other).spec.size
-    strides = [room * stride for stride in shape_inference.contiguous_strides(batch)]
+    strides = [room * stride for stride in shapes.contiguous_strides(batch)]
     zeros = self.new_zeros((math.prod(batch) * room,))
     return zeros.as_strided([*batch, *other.shape], [*strides, *other.stride()], other.storage_offset())
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from xla_amp.common.events import Place
 from xla_amp.errors import StepFailedError, XlaAmpError
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.graph.tape import Tape
 from xla_amp.lazy.graph.trace import Buffer, Instruction, Spec, rounding_cast
 from xla_amp.lazy.programs import memory_layout, mesh, pjrt, weight_gradients

@@ -15,7 +15,8 @@ import numpy as np
 
 from xla_amp.common import events
 from xla_amp.errors import KernelWarning, StepFailedError, XlaAmpError
-from xla_amp.lazy import dtypes, private_api
+from xla_amp.lazy.base import dtypes, forks, private_api
+from xla_amp.lazy.graph import generator
 from xla_amp.lazy.graph import trace as graph
 from xla_amp.lazy.graph.trace import Buffer, OwnPoint, Poisoned, trace
 from xla_amp.lazy.programs import (
@@ -29,7 +30,6 @@ from xla_amp.lazy.programs import (
 )
 from xla_amp.lazy.programs.compile import Key, Shardings, XlaProgram, build
 from xla_amp.lazy.programs.metrics import metrics
-from xla_amp.lazy.torch_integration import forks, generator
 from xla_amp.lowering import forms
 
 _programs = program_cache.new_cache()

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.experimental.layout import Format, Layout
 
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.graph.tape import Tape
 from xla_amp.lazy.graph.trace import Numbers, Spec
 from xla_amp.lazy.programs import pjrt

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xla_amp.common import events
 from xla_amp.errors import DeviceError
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.programs import pjrt
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from xla_amp.common.events import Place
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Buffer, Spec
 from xla_amp.lazy.programs import execute, pjrt, recompile_reasons

@@ -14,7 +14,7 @@ import itertools
 from collections import OrderedDict
 
 from xla_amp.common import config
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.graph import trace as graph
 from xla_amp.lazy.programs.compile import Key, XlaProgram, alive
 from xla_amp.lazy.programs.metrics import metrics

@@ -33,7 +33,7 @@ import torch
 
 from xla_amp.backends import module_paths
 from xla_amp.common import compiling
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.graph.trace import FIRST_GLANCE, FIRST_LOOK, Generation, instruction_of, trace
 from xla_amp.lazy.programs import execute, mesh
 from xla_amp.lazy.steps import step_marker

@@ -24,14 +24,13 @@ from torch.optim import optimizer as optim
 
 from xla_amp.backends import dynamo, module_paths
 from xla_amp.common import events
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import forks, private_api
 from xla_amp.lazy.graph.trace import Generation, OwnPoint, trace
 from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.programs.execute import flush
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.steps import forward_hook, optimizer_step
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import forks
 
 
 class _Step:

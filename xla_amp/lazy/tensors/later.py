@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_amp.lazy.dtypes import to_torch
+from xla_amp.lazy.base.dtypes import to_torch
 from xla_amp.lazy.graph.trace import Buffer, Poisoned, trace
 from xla_amp.lazy.programs import execute, recompile_reasons
 from xla_amp.lazy.programs.metrics import metrics

@@ -11,7 +11,7 @@ import torch
 
 from xla_amp.backends import base
 from xla_amp.errors import DeviceError, StepFailedError
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api, shapes
 from xla_amp.lazy.graph.trace import (
     Buffer,
     Family,
@@ -29,7 +29,6 @@ from xla_amp.lazy.graph.trace import (
     spec,
     trace,
 )
-from xla_amp.lazy.ops.checks import shape_inference
 from xla_amp.lazy.programs.execute import flush
 from xla_amp.lazy.tensors import transfer
 from xla_amp.lowering.operand import materialize
@@ -282,7 +281,7 @@ def resize(tensor: torch.Tensor, shape: Any) -> torch.Tensor:
     if size + offset > _elements(buffer.spec, tensor.dtype).size:
         _grow(tensor, buffer, size + offset)
     store = tensor.untyped_storage()
-    return set_geometry(tensor, store, offset, shape, shape_inference.contiguous_strides(shape))
+    return set_geometry(tensor, store, offset, shape, shapes.contiguous_strides(shape))
 
 
 def _grow(tensor: torch.Tensor, buffer: Buffer, size: int) -> None:

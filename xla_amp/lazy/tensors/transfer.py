@@ -11,12 +11,11 @@ import torch
 
 from xla_amp.common import interrupts
 from xla_amp.errors import DeviceError, StepFailedError
-from xla_amp.lazy import dtypes, private_api
-from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
+from xla_amp.lazy.base import dtypes, forks, private_api
+from xla_amp.lazy.base.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
 from xla_amp.lazy.graph.trace import Buffer, spec
 from xla_amp.lazy.programs import mesh, pjrt, recompile_reasons
 from xla_amp.lazy.programs.metrics import metrics
-from xla_amp.lazy.torch_integration import forks
 
 
 @interrupts.deferred

@@ -15,7 +15,7 @@ import torch
 
 from xla_amp.backends import module_paths
 from xla_amp.errors import DeviceError
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.distributed import collectives, process_groups, processes
 from xla_amp.lazy.steps import step_marker
 

@@ -16,15 +16,16 @@ import torch
 
 from xla_amp.backends import dynamo
 from xla_amp.common import config, events
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import forks, private_api
 from xla_amp.lazy.distributed import processes
+from xla_amp.lazy.graph import generator
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.ops import cast_layers, composites, dynamic_shape, memory, missing, operators, rnn, sparse, wrappers
 from xla_amp.lazy.ops.codegen import Variant, make_kernel
 from xla_amp.lazy.programs import execute, mesh, pjrt
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import accelerator, c10d, device_guard, forks, generator, monkeypatches, nested
+from xla_amp.lazy.torch_integration import accelerator, c10d, device_guard, monkeypatches, nested
 from xla_amp.lowering import Lowering, registry, table
 
 

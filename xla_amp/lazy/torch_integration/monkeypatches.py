@@ -24,21 +24,14 @@ from torch.storage import UntypedStorage
 from xla_amp.backends import dynamo, initial_state, torch_registration
 from xla_amp.common import interrupts
 from xla_amp.errors import DeviceError
-from xla_amp.lazy import private_api
+from xla_amp.lazy.base import forks, private_api
 from xla_amp.lazy.distributed import process_groups
+from xla_amp.lazy.graph import generator
 from xla_amp.lazy.programs.execute import sync
 from xla_amp.lazy.steps import optimizer_step, step_marker
 from xla_amp.lazy.tensors import storages, tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import (
-    accelerator,
-    autocast_names,
-    device_guard,
-    forks,
-    generator,
-    loading,
-    torch_parallel,
-)
+from xla_amp.lazy.torch_integration import accelerator, autocast_names, device_guard, loading, torch_parallel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -89,8 +88,3 @@ def common_dtype(values: Iterable[Any]) -> torch.dtype | None:
         elif _rank(dtype) > _rank(result):
             result = torch.promote_types(result, dtype)
     return result
-
-
-def contiguous_strides(shape: Sequence[int]) -> list[int]:
-    """Row-major strides of `shape`, in elements."""
-    return [math.prod(max(extent, 1) for extent in shape[dim + 1 :]) for dim in range(len(shape))]

@@ -1,8 +1,8 @@
-"""Evaluate values on the host from copies of uploaded tensors, without ending the step.
+"""Evaluate values of the trace on the host, from copies of what was uploaded, without ending the step.
 
 Programs ask about their inputs: "is this padding mask all ones?", "which labels are not ignored?".  The host keeps
 copies of uploaded integers, booleans and single numbers, so a value that depends on them only is computed there.  The
-trace does not change and Python does not wait for the device; ``metrics.host_values`` counts these values.
+trace does not change and Python does not wait for the device.
 
 What was computed here stays known: a loop that asks about its state each time (``unfinished.max() == 0``) computes only
 what is new, also after the step has ended.
@@ -19,14 +19,13 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp.lazy import private_api
-from xla_amp.lazy.dtypes import copies, to_torch
+from xla_amp.lazy.base import private_api
+from xla_amp.lazy.base.dtypes import copies
 from xla_amp.lazy.graph.tape import nodes
-from xla_amp.lazy.graph.trace import Instruction, trace
-from xla_amp.lazy.programs import execute, mesh, program_cache, recompile_reasons
+from xla_amp.lazy.graph.trace import Buffer, Instruction, trace
+from xla_amp.lazy.programs import program_cache, recompile_reasons
 from xla_amp.lazy.programs.compile import Key, build
 from xla_amp.lazy.programs.metrics import metrics
-from xla_amp.lazy.tensors import tensor_io
 
 MOST_OPERATIONS = 64
 """Longer computations run on the device."""
@@ -60,34 +59,23 @@ class _HostNode(NamedTuple):
     ints: tuple[int, ...]
 
 
-def value(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The value of a tensor of the lazy device as a CPU tensor, or None if it depends on the device."""
-    host = _host()
-    if host is None or execute.flush_begins.listeners or mesh.active is not None:
-        return None  # an observed step must count this as a read
-    with trace.lock:
-        buffer = tensor_io.buffer_of(tensor)
-        if buffer.number < 0:
-            result = copy_of(tensor)
-        elif buffer.number > _FAR and tensor.is_floating_point():
-            result = None
-        elif trace.known or any(id(parameter.array) in copies for parameter in trace.parameters):
-            number, value_spec = tensor_io.read(tensor)
-            if number not in trace.known and (chosen := _needed(number)) is not None:
-                trace.known.update(_evaluate(chosen, number, host))
-            known = trace.known.get(number)
-            result = None if known is None else to_torch(known.copy()).view(value_spec.shape)
-        else:
-            result = None
-    if result is not None:
-        metrics.host_values += 1
-    return result
+def known(number: int) -> np.ndarray | None:
+    """Value `number` of the trace, or None if it depends on the device; the caller holds the trace's lock."""
+    if number not in trace.known and (chosen := _needed(number)) is not None:
+        trace.known.update(_evaluate(chosen, number))
+    return trace.known.get(number)
 
 
-def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A copy of `tensor` from the host's copy of an upload, or None."""
-    buffer = tensor_io.buffer_of(tensor)
-    if (found := copies.get(id(buffer.array))) is None:
+def may_know(buffer: Buffer, is_float: bool) -> bool:
+    """Whether it is worth asking for the value that the trace computes for `buffer`."""
+    if buffer.number > _FAR and is_float:
+        return False
+    return bool(trace.known) or any(id(parameter.array) in copies for parameter in trace.parameters)
+
+
+def copy_of(buffer: Buffer) -> np.ndarray | None:
+    """The host's copy of an upload that is the value of `buffer`, or None."""
+    if copies.get(id(buffer.array)) is None:
         return None
     with trace.lock:
         number, numbers = buffer.number, trace.parameter_numbers
@@ -96,8 +84,7 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
             if position == len(numbers) or numbers[position] != number:
                 return None
         found = copies.get(id(buffer.array))
-    # What a program computed is read-only, which torch warns of.
-    return None if found is None else tensor_io.window(to_torch(np.require(found[1], requirements="W")), tensor)
+    return None if found is None else found[1]
 
 
 def _needed(number: int) -> list[_HostNode] | None:
@@ -108,10 +95,10 @@ def _needed(number: int) -> list[_HostNode] | None:
         if node.is_parameter:
             found = copies.get(id(trace.parameters[node.at.parameters].array))
             array = None if found is None else found[1]
-            host = found is not None
+            uploaded = found is not None
         else:
-            host = not node.draw and all(i < 0 or i in producers for i in node.inputs)
-        if host:
+            uploaded = not node.draw and all(i < 0 or i in producers for i in node.inputs)
+        if uploaded:
             numbers = tuple(trace.floats[node.floats]), tuple(trace.ints[node.ints])
             on_host = _HostNode(node.instruction, node.first, tuple(node.inputs), array, *numbers)
             producers |= dict.fromkeys(node.results, on_host)
@@ -149,7 +136,7 @@ def _by_numpy(chosen: list[_HostNode]) -> np.ndarray | None:
     return found
 
 
-def _evaluate(chosen: list[_HostNode], number: int, host: jax.Device) -> dict[int, np.ndarray]:
+def _evaluate(chosen: list[_HostNode], number: int) -> dict[int, np.ndarray]:
     """Value `number`, and those that tensors have and that are computed on the way, by number."""
     if (found := _by_numpy(chosen)) is not None:
         return {number: found}
@@ -175,7 +162,7 @@ def _evaluate(chosen: list[_HostNode], number: int, host: jax.Device) -> dict[in
     held = {*trace.numbers(), *(buffer.at for buffer in trace.results())}.intersection(renumbered)
     wanted = sorted(held.difference(node.first for node in chosen if node.array is not None) | {number})
     key = Key(code=tuple(code), wanted=tuple(renumbered[n] for n in wanted), spent=())
-    with private_api.x64(), jax.default_device(host):
+    with private_api.x64(), jax.default_device(host()):
         program = _programs.get(key)
         is_new = program is None
         if program is None:
@@ -190,8 +177,9 @@ def _evaluate(chosen: list[_HostNode], number: int, host: jax.Device) -> dict[in
 
 
 @functools.cache
-def _host() -> jax.Device | None:
+def host() -> jax.Device | None:
+    """JAX's CPU device; None if JAX_PLATFORMS leaves it out, and then nothing is known on the host."""
     try:
         return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS does not name the CPU
+    except RuntimeError:
         return None

@@ -14,11 +14,10 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from xla_amp.backends import base
-from xla_amp.common import events
+from xla_amp.common import events, interrupts
+from xla_amp.common.types import LAZY
 from xla_amp.errors import DeviceError
-from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.trace import trace
+from xla_amp.lazy.base import private_api
 
 _forked = False
 _clients: list[Any] = []
@@ -43,7 +42,7 @@ def check() -> None:
     """
     if _forked:
         raise DeviceError(
-            f"Cannot re-initialize the device {base.LAZY!r} in forked subprocess: it has none of the parent's threads. "
+            f"Cannot re-initialize the device {LAZY!r} in forked subprocess: it has none of the parent's threads. "
             "To use the device with multiprocessing, you must use the 'spawn' or 'forkserver' start method; to load "
             "data, return CPU tensors from the child and move them to the device in the parent"
         )
@@ -64,20 +63,19 @@ def expected() -> Iterator[None]:
 
 
 def _before() -> None:
-    trace.lock.__enter__()  # in the child, no other thread would release it
+    interrupts.lock.__enter__()  # in the child, no other thread would release it
     _clients.extend(private_api.clients())
 
 
 def _in_parent() -> None:
     _clients.clear()
-    trace.lock.__exit__()
+    interrupts.lock.__exit__()
 
 
 def _in_child() -> None:
     global _forked
-    trace.lock.release()
+    interrupts.lock.release()
     _forked = True
-    trace.limit = trace.most = -1  # so that each kernel calls `flush`, which raises
     in_child()
     # At exit Python would destroy JAX's client, which waits for its threads or crashes.
     atexit.unregister(private_api.exit_function())
