@@ -25,8 +25,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("xla_amp.common", "xla_amp.hardware"),
     ("xla_amp.policy",),
     ("xla_amp.lowering",),
-    ("xla_amp.backends",),
+    ("xla_amp.torch_common",),
+    ("xla_amp.engines",),
+    ("xla_amp.training",),
     ("xla_amp.lazy",),
+    ("xla_amp.engine_choice",),
     ("xla_amp.pytorch", "xla_amp.jax", "xla_amp.stablehlo"),
     ("xla_amp.tools",),
     ("xla_amp.integrations",),
@@ -38,9 +41,6 @@ LOWERING_IMPORTS = frozenset({"xla_amp.common.events", "xla_amp.common.loss_scal
 
 # Imports against the layers or in a circle, when a function of the module is called -> why they are right.
 LOADED_BY_NAME: Mapping[str, Mapping[str, str]] = {
-    "xla_amp.backends.base": dict.fromkeys(
-        ("xla_amp.lazy", "xla_amp.backends.torch_xla"), "the engine is chosen when it is first used"
-    ),
     "xla_amp.stablehlo.passes.autocast": {"xla_amp.tools.search.on_stablehlo": "sample inputs decide by a search"},
     "xla_amp.stablehlo.passes.report": {"xla_amp.tools.inspect.conversion": "a report is shown as the command's page"},
 }

@@ -33,4 +33,4 @@ else
 fi
 export PJRT_DEVICE=${PJRT_DEVICE:-CPU}
 "$env/bin/python" -c 'import torch, torch_xla; print("torch", torch.__version__, "torch_xla", torch_xla.__version__)'
-exec "$env/bin/python" -m pytest -q "$@" tests/torch_xla_engine tests/backends/test_choice.py
+exec "$env/bin/python" -m pytest -q "$@" tests/torch_xla_engine tests/engines/test_choice.py

@@ -21,8 +21,8 @@ ROOT = Path(loss_scaling.__file__).parents[1]
 
 
 def torch_xla_kernels():
-    """`xla_amp.backends.torch_xla.amp_kernels`, whose package imports torch_xla; the module itself only torch."""
-    specification = importlib.util.spec_from_file_location("kernels", ROOT / "backends/torch_xla/amp_kernels.py")
+    """`xla_amp.engines.torch_xla.amp_kernels`, whose package imports torch_xla; the module itself only torch."""
+    specification = importlib.util.spec_from_file_location("kernels", ROOT / "engines/torch_xla/amp_kernels.py")
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module

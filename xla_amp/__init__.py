@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from xla_amp import engines as _engines
 from xla_amp.common import public_names as _names
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from xla_amp import testing as testing
     from xla_amp import torch_xla as torch_xla
     from xla_amp import xla_model as xla_model
-    from xla_amp.backends.base import metrics as metrics
-    from xla_amp.backends.base import sync as sync
+    from xla_amp.engines.base import metrics as metrics
+    from xla_amp.engines.base import sync as sync
     from xla_amp.lazy.capture.compiled_step import compile as compile
     from xla_amp.lazy.distributed.launch import launch as launch
     from xla_amp.lazy.distributed.layouts import shard as shard
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from xla_amp.tools.search.on_pytorch import search as search
 
 __version__ = "0.3.0"
+_engines.choose.subscribe(lambda wanted: importlib.import_module("xla_amp.engine_choice").choose(wanted))
 
 _PUBLIC = {
     "DeviceLoader": "xla_amp.pytorch.data.loader",
@@ -74,13 +76,13 @@ _PUBLIC = {
     "launch": "xla_amp.lazy.distributed.launch",
     "make_mesh": "xla_amp.lazy.distributed.spmd",
     "mark_sharding": "xla_amp.lazy.distributed.spmd",
-    "metrics": "xla_amp.backends.base",
+    "metrics": "xla_amp.engines.base",
     "monitor": "xla_amp.tools.monitor.on_pytorch",
     "pad_batch": "xla_amp.pytorch.data.buckets",
     "pad_to_bucket": "xla_amp.pytorch.data.buckets",
     "search": "xla_amp.tools.search.on_pytorch",
     "shard": "xla_amp.lazy.distributed.layouts",
-    "sync": "xla_amp.backends.base",
+    "sync": "xla_amp.engines.base",
     "xla_device": "xla_amp.pytorch.device",
 }
 """Public name -> module that defines it."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from xla_amp.backends import torch_registration
 from xla_amp.common import config
+from xla_amp.engines import torch_registration
 
 
 def register() -> None:

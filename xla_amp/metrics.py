@@ -2,7 +2,7 @@
 
 import sys
 
-from xla_amp.backends.base import metrics
+from xla_amp.engines.base import metrics
 
 report, reset = metrics.report, metrics.reset
 

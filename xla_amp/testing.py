@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from xla_amp.backends.base import metrics
+from xla_amp.engines.base import metrics
 
 
 class Counts:

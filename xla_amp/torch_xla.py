@@ -20,9 +20,9 @@ from jax.profiler import StepTraceAnnotation as StepTrace
 from jax.profiler import TraceAnnotation as Trace
 from jax.sharding import Mesh as _JaxMesh
 
-from xla_amp.backends import base
 from xla_amp.common import config
 from xla_amp.common import torch_xla_names as _names
+from xla_amp.engines import base
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.capture.compiled_step import compile as _compile
 from xla_amp.lazy.distributed import launch as _launching

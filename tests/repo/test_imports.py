@@ -52,7 +52,7 @@ def test_the_package_loads_no_library_and_prints_nothing():
 
 def test_a_module_may_be_the_first_to_load_torch():
     # torch loads `xla_amp.autoload` in its own import, when this module is not complete.
-    assert printed("from xla_amp.backends import base; print(base.LAZY)") == "jax"
+    assert printed("from xla_amp.engines import base; print(base.LAZY)") == "jax"
 
 
 # Everything a library could leave changed behind: functions and classes of torch and JAX by identity, the

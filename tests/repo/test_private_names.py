@@ -32,7 +32,7 @@ OBJECTS = (
 """Whose attributes a string may name."""
 PUBLIC = frozenset({"_asdict", "_fields", "_make", "_replace", "_exit", "_thread"})
 """Names with an underscore that Python documents: of named tuples, `os._exit`, the module `_thread`."""
-ELSEWHERE = ("xla_amp/integrations/", "xla_amp/backends/torch_xla/")
+ELSEWHERE = ("xla_amp/integrations/", "xla_amp/engines/torch_xla/")
 """Files that use names of frameworks, which the table is not about."""
 SOURCES = {path: (ROOT / path).read_text("utf-8") for path in modules().values() if not path.startswith(ELSEWHERE)}
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from xla_amp import xla_model
-from xla_amp.backends import base
+from xla_amp.engines import base
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from torch import nn
 
 import xla_amp
 from xla_amp import GradScaler, syncfree
-from xla_amp.backends import base
+from xla_amp.engines import base
 
 SHAPES = [(5, 3), (4,), ()]
 STEPS = 5

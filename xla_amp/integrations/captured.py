@@ -7,8 +7,8 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from xla_amp.backends import base
 from xla_amp.common import events
+from xla_amp.engines import base
 from xla_amp.lazy.capture.values import FUNCTIONS, bound
 
 

@@ -33,9 +33,8 @@ from typing import Any
 import torch
 
 from xla_amp import policy as policies
-from xla_amp.backends import base, devices
-from xla_amp.backends.trees import tree_map
 from xla_amp.common import events
+from xla_amp.engines import base, devices
 from xla_amp.integrations import patches
 from xla_amp.integrations.patches import Patch
 from xla_amp.policy import Policy
@@ -43,6 +42,7 @@ from xla_amp.pytorch.autocast.autocast import autocast
 from xla_amp.pytorch.data import buckets
 from xla_amp.pytorch.distributed import gradients, xla_model
 from xla_amp.pytorch.optim.grad_scaler import GradScaler
+from xla_amp.torch_common.trees import tree_map
 
 _LOW: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Mixed precision -> its low dtype."""

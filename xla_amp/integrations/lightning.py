@@ -44,7 +44,7 @@ except ImportError as error:
         f"xla_amp.integrations.lightning needs the package `lightning` ({error}): pip install 'xla-amp[lightning]'"
     ) from error
 
-from xla_amp.backends import base, devices
+from xla_amp.engines import base, devices
 from xla_amp.errors import DeviceError
 from xla_amp.integrations import patches
 from xla_amp.integrations.patches import Patch

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, masking_utils
 
-from xla_amp.backends import devices
+from xla_amp.engines import devices
 from xla_amp.integrations import captured
 from xla_amp.lazy.capture.compiled_step import compile
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import backward_threads, devices
+from xla_amp.engines import devices
 from xla_amp.errors import DeviceError
 from xla_amp.pytorch.autocast import xla_dispatch
+from xla_amp.torch_common import backward_threads
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:

@@ -13,10 +13,10 @@ from harness import replaying
 from torch import nn
 
 import xla_amp
-from xla_amp.backends.trees import tree_leaves
 from xla_amp.errors import CaptureError, StepFailedError
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors import tensor_io
+from xla_amp.torch_common.trees import tree_leaves
 
 
 class Counter:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import xla_amp
-from xla_amp.backends import base
+from xla_amp.engines import base
 
 DEVICE = "jax"
 WRITES = {

@@ -15,9 +15,8 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import torch
 
 from xla_amp import policy as policies
-from xla_amp.backends import base, dynamo
-from xla_amp.backends.trees import tree_flatten, tree_map_only
 from xla_amp.common import arguments, events, interrupts
+from xla_amp.engines import base
 from xla_amp.errors import CaptureError
 from xla_amp.lazy.capture.counters import Count
 from xla_amp.lazy.capture.recording import Recording
@@ -29,6 +28,8 @@ from xla_amp.lazy.programs import execute, pjrt, recompile_reasons
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.policy import regions
 from xla_amp.policy.load import default_name
+from xla_amp.torch_common import dynamo
+from xla_amp.torch_common.trees import tree_flatten, tree_map_only
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

@@ -22,8 +22,6 @@ import numpy as np
 import torch
 from torch.nn.modules import module
 
-from xla_amp.backends import dynamo
-from xla_amp.backends.trees import tree_leaves
 from xla_amp.lazy.capture.counters import Count
 from xla_amp.lazy.capture.state import Snapshot, State
 from xla_amp.lazy.capture.values import (
@@ -43,6 +41,8 @@ from xla_amp.lazy.programs import execute, recompile_reasons
 from xla_amp.lazy.programs.observed import observed
 from xla_amp.lazy.steps import optimizer_step, step_marker
 from xla_amp.lazy.tensors import tensor_io
+from xla_amp.torch_common import dynamo
+from xla_amp.torch_common.trees import tree_leaves
 
 Reference: TypeAlias = "ref[Buffer]"
 Source: TypeAlias = "int | Reference | Buffer"

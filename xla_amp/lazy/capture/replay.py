@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends.trees import tree_flatten, tree_unflatten
 from xla_amp.lazy.capture.recording import Origin, Recording, Source, Target
 from xla_amp.lazy.capture.state import Snapshot
 from xla_amp.lazy.capture.values import NotReplayableError, view
@@ -26,6 +25,7 @@ from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Buffer, Poisoned, instructions, settle
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors import tensor_io, transfer
+from xla_amp.torch_common.trees import tree_flatten, tree_unflatten
 
 
 class Replay:

@@ -19,11 +19,11 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from xla_amp.backends import capturable, held, initial_state
 from xla_amp.lazy.capture.values import FUNCTIONS, NOWHERE, Entry, Named, Reading, Slot, bound, called, is_dense, plain
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.steps import optimizer_step
 from xla_amp.lazy.tensors import tensor_io
+from xla_amp.training import capturable, held, initial_state
 
 _OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
 _SILENT: Final = _OF_EVERY_MODULE - {"training"} | {"_until_check"}

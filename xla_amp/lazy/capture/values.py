@@ -23,10 +23,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from xla_amp.backends.trees import tree_leaves
 from xla_amp.common import bytecode
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io
+from xla_amp.torch_common.trees import tree_leaves
 
 _MOST: Final = 1000
 """Items of a container or an array on the host that is compared; a larger one is a constant."""

@@ -34,8 +34,8 @@ import torch
 from jax.sharding import SingleDeviceSharding
 from torch.optim import Optimizer
 
-from xla_amp.backends import devices, exchange, held, trees
 from xla_amp.common import arguments, events, files
+from xla_amp.engines import devices
 from xla_amp.errors import DeviceError, FileError, MissingLibraryError, XlaAmpError
 from xla_amp.lazy.base import private_api
 from xla_amp.lazy.base.dtypes import TO_NUMPY
@@ -43,6 +43,8 @@ from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.torch_common import exchange, trees
+from xla_amp.training import held
 
 
 def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

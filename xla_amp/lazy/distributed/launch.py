@@ -6,8 +6,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from xla_amp.backends import base
 from xla_amp.common import arguments, config
+from xla_amp.engines import base
 from xla_amp.lazy.distributed import processes
 
 GRACE = 5

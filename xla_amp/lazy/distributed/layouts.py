@@ -17,8 +17,8 @@ import torch
 from jax.sharding import Mesh
 from torch import nn
 
-from xla_amp.backends import base, devices, trees
 from xla_amp.common import arguments, events
+from xla_amp.engines import base, devices
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.distributed import same_values, spmd
 from xla_amp.lazy.graph.trace import trace
@@ -26,6 +26,7 @@ from xla_amp.lazy.programs import execute
 from xla_amp.lazy.programs import mesh as meshes
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.torch_common import trees
 
 
 class Recipe(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from xla_amp.backends import torch_registration
+from xla_amp.engines import torch_registration
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.distributed import cluster, collectives
 from xla_amp.lazy.steps import step_marker

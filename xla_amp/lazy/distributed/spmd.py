@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from xla_amp.backends import base, devices, trees
 from xla_amp.common import arguments
+from xla_amp.engines import base, devices
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.base import private_api
 from xla_amp.lazy.base.dtypes import to_numpy
@@ -29,6 +29,7 @@ from xla_amp.lazy.programs import mesh as meshes
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.torch_common import trees
 
 Axis: TypeAlias = str | Sequence[str] | None
 """The mesh axes that one tensor dimension is split over: one, several, or none."""

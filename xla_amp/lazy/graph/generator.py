@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_amp.backends import base
+from xla_amp.engines import base
 from xla_amp.lazy.graph.trace import Generation, trace
 
 _seed = 0

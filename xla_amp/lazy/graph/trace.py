@@ -30,13 +30,13 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp.backends import module_paths
 from xla_amp.common import events, interrupts
 from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy.base import forks, private_api
 from xla_amp.lazy.base.dtypes import TO_NUMPY
 from xla_amp.lowering import OneHot, Permuted
 from xla_amp.lowering.operand import as_dtype, rounded_to_half
+from xla_amp.torch_common import module_paths
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp.backends import base
 from xla_amp.common import arguments
+from xla_amp.engines import base
 from xla_amp.errors import DeviceError, UnsupportedDtypeError
 from xla_amp.lazy.base import private_api
 from xla_amp.lazy.base.dtypes import TO_TORCH

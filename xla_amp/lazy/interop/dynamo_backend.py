@@ -15,7 +15,7 @@ import torch
 from torch._dynamo import trace_rules
 from torch.utils.checkpoint import checkpoint
 
-from xla_amp.backends import base
+from xla_amp.engines import base
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE

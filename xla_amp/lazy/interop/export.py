@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_amp.backends import base, trees
 from xla_amp.common import arguments
+from xla_amp.engines import base
 from xla_amp.errors import CaptureError
 from xla_amp.lazy.base import private_api
 from xla_amp.lazy.capture.values import bound
@@ -23,6 +23,7 @@ from xla_amp.lazy.programs import execute, pjrt
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.programs.observed import function_of, observed
 from xla_amp.lazy.tensors import tensor_io
+from xla_amp.torch_common import trees
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

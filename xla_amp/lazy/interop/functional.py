@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_amp.backends import base, trees
+from xla_amp.engines import base
 from xla_amp.lazy.base import private_api
 from xla_amp.lazy.base.dtypes import TO_NUMPY, TO_TORCH
 from xla_amp.lazy.interop.arrays import to_jax
@@ -25,6 +25,7 @@ from xla_amp.lazy.interop.torch_function import has_64_bits
 from xla_amp.lazy.programs.observed import Function
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration.device import device
+from xla_amp.torch_common import trees
 
 
 def functional(module: torch.nn.Module) -> tuple[dict[str, jax.Array], TorchFunction]:

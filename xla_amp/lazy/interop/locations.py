@@ -6,9 +6,9 @@ import bisect
 from collections.abc import Sequence
 from typing import Any
 
-from xla_amp.backends import module_paths
-from xla_amp.backends.places import LocatingMode, Place
 from xla_amp.lazy.graph.tape import Position, nodes
+from xla_amp.torch_common import module_paths
+from xla_amp.torch_common.places import LocatingMode, Place
 
 
 class Locations(LocatingMode):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_amp.backends import base
+from xla_amp.engines import base
 from xla_amp.errors import UnsupportedDtypeError
 from xla_amp.lazy.base.dtypes import TO_NUMPY, TO_TORCH
 from xla_amp.lazy.graph.trace import Instruction, record, spec, trace

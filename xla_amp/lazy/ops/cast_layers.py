@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import dynamo
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.ops import composites, memory
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.torch_common import dynamo
 
 aten = torch.ops.aten
 _kernels: dict[str, Callable[..., Any]] = {}
@@ -182,5 +182,5 @@ def installed(name: str, kernel: Callable[..., Any]) -> None:
 
 
 def cast_layer(operation: str) -> Callable[..., Any] | None:
-    """The function of an operation, as `xla_amp.backends.base.Engine` describes it."""
+    """The function of an operation, as `xla_amp.engines.base.Engine` describes it."""
     return LAYERS.get(operation)

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import torch
 
-from xla_amp.backends import dynamo
 from xla_amp.common import interrupts
 from xla_amp.lazy.base import private_api
 from xla_amp.lazy.base.dtypes import TO_NUMPY
@@ -31,6 +30,7 @@ from xla_amp.lazy.programs.compile import Context
 from xla_amp.lazy.steps.loops import look
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lowering import Lowering
+from xla_amp.torch_common import dynamo
 
 Variant = Literal["functional", "inplace", "out"]
 """Variant of the operator: as registered, in-place (writes the first argument), or with ``out=`` arguments."""

@@ -148,7 +148,7 @@ _fell_back: set[str] = set()
 
 def _on_cpu(operator: Any, args: Any, kwargs: Any) -> Any:
     """Runs `operator` on CPU copies and copies written arguments back (counted, and warned of once)."""
-    from xla_amp.backends.trees import tree_map
+    from xla_amp.torch_common.trees import tree_map
 
     name = str(operator)
     metrics.fallbacks += 1

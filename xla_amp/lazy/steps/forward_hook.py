@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import dynamo
 from xla_amp.common import events
+from xla_amp.torch_common import dynamo
 
 
 @events.Point

@@ -31,13 +31,13 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import module_paths
 from xla_amp.common import compiling
 from xla_amp.lazy.base import private_api
 from xla_amp.lazy.graph.trace import FIRST_GLANCE, FIRST_LOOK, Generation, instruction_of, trace
 from xla_amp.lazy.programs import execute, mesh
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io
+from xla_amp.torch_common import module_paths
 
 LONG = 8192
 """Operations of a program with gradients that may end; compiling takes one to two milliseconds for each."""

@@ -10,9 +10,10 @@ import torch
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from xla_amp.backends import capturable, dynamo
 from xla_amp.lazy.graph.trace import Instruction, instruction_cache, record, spec, trace
 from xla_amp.lazy.tensors import tensor_io
+from xla_amp.torch_common import dynamo
+from xla_amp.training import capturable
 
 OPTIONS = "_optimizer_options"
 """The instruction whose floats are options of optimizers."""

@@ -22,7 +22,6 @@ import torch
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim
 
-from xla_amp.backends import dynamo, module_paths
 from xla_amp.common import events
 from xla_amp.lazy.base import forks, private_api
 from xla_amp.lazy.graph.trace import Generation, OwnPoint, trace
@@ -31,6 +30,7 @@ from xla_amp.lazy.programs.execute import flush
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.steps import forward_hook, optimizer_step
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.torch_common import dynamo, module_paths
 
 
 class _Step:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import torch
 
-from xla_amp.backends import base
+from xla_amp.engines import base
 from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy.base import private_api, shapes
 from xla_amp.lazy.graph.trace import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import base
+from xla_amp.engines import base
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.programs import pjrt
 from xla_amp.lazy.programs.execute import sync

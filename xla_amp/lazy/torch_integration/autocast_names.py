@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.optim import optimizer
 
-from xla_amp.backends import dynamo
 from xla_amp.common import events
 from xla_amp.errors import AutocastWarning
 from xla_amp.lazy.graph.tape import Position, Tape
@@ -24,6 +23,7 @@ from xla_amp.lazy.programs import pjrt
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.policy import resolve
 from xla_amp.policy.load import default_name
+from xla_amp.torch_common import dynamo
 
 NAMES = (DEVICE_TYPE, "xla")
 """What `torch.autocast` calls the lazy device."""

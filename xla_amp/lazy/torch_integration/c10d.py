@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import module_paths
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.base import private_api
 from xla_amp.lazy.distributed import collectives, process_groups, processes
 from xla_amp.lazy.steps import step_marker
+from xla_amp.torch_common import module_paths
 
 _SEND = "all_gather, of which each process takes the part that it wants"
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import dynamo
 from xla_amp.common import config, events
 from xla_amp.lazy.base import forks, private_api
 from xla_amp.lazy.distributed import processes
@@ -27,6 +26,7 @@ from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import accelerator, c10d, device_guard, monkeypatches, nested
 from xla_amp.lowering import Lowering, registry, table
+from xla_amp.torch_common import dynamo
 
 
 def _of_device(function: Callable[[Any], Any]) -> Any:

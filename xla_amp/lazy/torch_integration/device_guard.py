@@ -31,12 +31,12 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import backward_threads, module_paths
 from xla_amp.common import interrupts
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.graph import trace as graph
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.torch_common import backward_threads, module_paths
 
 _SLOTS = 1024
 """Calls of `type_` that may follow an error before `_take_error` looks for it."""

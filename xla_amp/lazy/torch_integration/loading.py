@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import initial_state
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE, require_here
+from xla_amp.training import initial_state
 
 _COUNT = "step"
 """The scalar that optimizers keep on the host; torch.optim's classes count on the device where the parameter is."""

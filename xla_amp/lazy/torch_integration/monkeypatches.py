@@ -21,8 +21,8 @@ import torch.autograd.graph
 import torch.utils.dlpack
 from torch.storage import UntypedStorage
 
-from xla_amp.backends import dynamo, initial_state, torch_registration
 from xla_amp.common import interrupts
+from xla_amp.engines import torch_registration
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.base import forks, private_api
 from xla_amp.lazy.distributed import process_groups
@@ -32,6 +32,8 @@ from xla_amp.lazy.steps import optimizer_step, step_marker
 from xla_amp.lazy.tensors import storages, tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import accelerator, autocast_names, device_guard, loading, torch_parallel
+from xla_amp.torch_common import dynamo
+from xla_amp.training import initial_state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,7 +265,7 @@ def _step_of_scaler(
     found = list(state["found_inf_per_device"].values())
     if not all(flag.device.type == DEVICE_TYPE for flag in found):
         return original(self, optimizer, state, *args, **kwargs)
-    from xla_amp.backends import skip_step  # optimizers that are not fused load it
+    from xla_amp.training import skip_step  # optimizers that are not fused load it
 
     return skip_step.scaled_step(optimizer, found, args, kwargs)
 

@@ -26,16 +26,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from xla_amp import policy as policies
-from xla_amp.backends import base, devices, dynamo
-from xla_amp.backends.base import Engine
 from xla_amp.common import arguments, events, interrupts
 from xla_amp.common.types import Cast
+from xla_amp.engines import base, devices
+from xla_amp.engines.base import Engine
 from xla_amp.errors import AutocastWarning, DeviceError, UnsupportedDtypeError
 from xla_amp.policy import Policy, effects, regions
 from xla_amp.policy.load import default_name
 from xla_amp.policy.policy import MEASURED
 from xla_amp.pytorch.autocast import native_dispatch
 from xla_amp.pytorch.autocast import recomputation as recomputation
+from xla_amp.torch_common import dynamo
 
 _SUSPENDED = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 _Function = TypeVar("_Function", bound=Callable[..., Any])

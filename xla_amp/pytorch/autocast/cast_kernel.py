@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import devices, dynamo, module_paths
 from xla_amp.common import events
 from xla_amp.common.types import Cast
+from xla_amp.engines import devices
 from xla_amp.policy import Decision, Policy, effects, regions
 from xla_amp.pytorch.autocast import casting
+from xla_amp.torch_common import dynamo, module_paths
 
 Kernel = Callable[..., Any]
 Rules = Callable[[], Policy]

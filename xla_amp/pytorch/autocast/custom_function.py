@@ -9,12 +9,12 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.autograd.function import FunctionCtx
 
-from xla_amp.backends import devices
-from xla_amp.backends.trees import tree_map
+from xla_amp.engines import devices
 from xla_amp.errors import XlaAmpError
 from xla_amp.policy import regions
 from xla_amp.pytorch.autocast import casting
 from xla_amp.pytorch.autocast.autocast import autocast, has_autocast, reopened
+from xla_amp.torch_common.trees import tree_map
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from xla_amp import policy as policies
-from xla_amp.backends import module_paths
 from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
 from xla_amp.policy import Policy, regions
 from xla_amp.policy.policy import RuleLayer
 from xla_amp.policy.resolve import OpenRules, overridden, overriding
 from xla_amp.pytorch.autocast import cast_kernel, xla_dispatch
+from xla_amp.torch_common import module_paths
 
 KEYS: Mapping[str, str] = MappingProxyType(
     {

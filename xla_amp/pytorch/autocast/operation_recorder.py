@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 import torch
 
-from xla_amp.backends import module_paths
 from xla_amp.policy import regions
 from xla_amp.pytorch.autocast import cast_kernel, native_dispatch, xla_dispatch
+from xla_amp.torch_common import module_paths
 
 _NOT_OPERATIONS = ("prim", "prims", "debugprims", "rngprims", "profiler", "inductor", "aoti_torch", "c10d", "symm_mem")
 """Namespaces of torch without the arithmetic of a model."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from xla_amp import policy as policies
-from xla_amp.backends import devices
+from xla_amp.engines import devices
 from xla_amp.policy import Policy, op_catalog, regions
 from xla_amp.policy.load import default_name
 from xla_amp.pytorch.autocast import cast_kernel

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import devices
-from xla_amp.backends.trees import tree_map
+from xla_amp.engines import devices
 from xla_amp.pytorch.distributed import xla_model
+from xla_amp.torch_common.trees import tree_map
 
 _ITEM, _ERROR, _END = range(3)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from xla_amp.backends import base, devices
+from xla_amp.engines import base, devices
 from xla_amp.pytorch.distributed import xm_collectives
 
 __all__ = ["broadcast_master_param", "reduce_gradients"]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from xla_amp.backends import base
+from xla_amp.engines import base
 from xla_amp.pytorch.distributed import xla_model
 
 

@@ -16,15 +16,17 @@ from typing import IO, Any
 
 import torch
 
-from xla_amp.backends import base, devices, exchange, held
-from xla_amp.backends.trees import tree_map
 from xla_amp.common import arguments
+from xla_amp.engines import base, devices
 from xla_amp.errors import DeviceError
 from xla_amp.pytorch.device import kind
 from xla_amp.pytorch.device import xla_device as xla_device
 from xla_amp.pytorch.device import xla_device_hw as xla_device_hw
 from xla_amp.pytorch.distributed import gradients
 from xla_amp.pytorch.distributed.xm_collectives import Groups
+from xla_amp.torch_common import exchange
+from xla_amp.torch_common.trees import tree_map
+from xla_amp.training import held
 
 __all__ = [
     "add_step_closure",

@@ -11,7 +11,7 @@ from typing import Any, overload
 
 import torch
 
-from xla_amp.backends import base
+from xla_amp.engines import base
 
 __all__ = [
     "REDUCE_AND",

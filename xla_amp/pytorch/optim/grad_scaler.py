@@ -12,11 +12,11 @@ from typing import Any, overload
 
 import torch
 
-from xla_amp.backends import devices
-from xla_amp.backends.trees import tree_map
 from xla_amp.common import arguments, interrupts
 from xla_amp.common.public_names import Left
+from xla_amp.engines import devices
 from xla_amp.errors import SkipLimitError
+from xla_amp.torch_common.trees import tree_map
 
 
 class GradScaler(Left, torch.amp.GradScaler):
@@ -132,7 +132,7 @@ class GradScaler(Left, torch.amp.GradScaler):
         found = list(optimizer_state["found_inf_per_device"].values())
         if not all(devices.is_xla(flag.device.type) for flag in found):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        from xla_amp.backends import skip_step  # optimizers that are not fused load it
+        from xla_amp.training import skip_step  # optimizers that are not fused load it
 
         result: float | None = skip_step.scaled_step(optimizer, found, args, kwargs)
         return result

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from xla_amp.backends import base, devices
 from xla_amp.common import arguments
+from xla_amp.engines import base, devices
 from xla_amp.pytorch.optim.wrap import flag_of, step_unless
 from xla_amp.pytorch.optim.wrap import wrap as wrap
 
@@ -154,7 +154,7 @@ class SGD(_SyncFree, torch.optim.SGD, _Fused):
     """
 
     steps_as = torch.optim.SGD
-    """Tells `xla_amp.backends` whose step it has where momentum is dampened."""
+    """Tells `xla_amp.training` whose step it has where momentum is dampened."""
 
     def step(self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None) -> Any:
         """As `_SyncFree.step`."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from xla_amp.backends import devices
+from xla_amp.engines import devices
 
 _AnyOptimizer = TypeVar("_AnyOptimizer", bound=Optimizer)
 
@@ -74,7 +74,7 @@ def step_unless(
     optimizer: Optimizer, step: Callable[[], Any], closure: Callable[[], Any] | None, flag: Tensor | None
 ) -> Any:
     """Steps an optimizer by `step`, with the scaler's divisor of gradients, unless the flag is not zero."""
-    from xla_amp.backends import capturable, skip_step  # only wrapped optimizers load them
+    from xla_amp.training import capturable, skip_step  # only wrapped optimizers load them
 
     loss = None
     if closure is not None:

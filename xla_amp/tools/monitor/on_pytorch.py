@@ -13,11 +13,13 @@ from typing import Any, Final
 
 import torch
 
-from xla_amp.backends import base, devices, dynamo, module_paths, skip_step
-from xla_amp.backends.trees import tree_leaves
 from xla_amp.common import arguments
+from xla_amp.engines import base, devices
 from xla_amp.errors import StepError
 from xla_amp.tools.monitor.history import HostMonitor, StepRecord
+from xla_amp.torch_common import dynamo, module_paths
+from xla_amp.torch_common.trees import tree_leaves
+from xla_amp.training import skip_step
 
 _NUMBERS: Final = ("count", "skipped", "loss_scale", "gradient_norm")
 """What `Monitor._status` begins with; ``count`` is the number of the step, from 1."""

@@ -13,11 +13,11 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xla_amp.backends.places import LocatingMode, Place
-from xla_amp.backends.step_state import written_tensors
-from xla_amp.backends.trees import tree_leaves
 from xla_amp.common.events import DecisionRecord
 from xla_amp.tools.overflow.report import Producer, ProducerOperand, produced
+from xla_amp.torch_common.places import LocatingMode, Place
+from xla_amp.torch_common.trees import tree_leaves
+from xla_amp.training.step_state import written_tensors
 
 UNINITIALIZED: Final = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends.step_state import reachable, restored
-from xla_amp.backends.trees import tree_leaves
 from xla_amp.common import arguments, compiling, events, progress
 from xla_amp.errors import StepError
 from xla_amp.pytorch.autocast import operation_recorder
 from xla_amp.tools.overflow.dispatch_modes import Magnitudes, Operands, is_floating
 from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer
+from xla_amp.torch_common.trees import tree_leaves
+from xla_amp.training.step_state import reachable, restored
 
 
 def find_overflow(

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_amp.backends.step_state import reachable, restored
-from xla_amp.backends.trees import tree_leaves, tree_map_only
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.types import LowDtype
 from xla_amp.errors import RecompileWarning, RuleWarning, SearchError
@@ -20,6 +18,8 @@ from xla_amp.tools.explain.on_pytorch import explain
 from xla_amp.tools.overflow.on_pytorch import uncompiled
 from xla_amp.tools.search import Plan, fronts
 from xla_amp.tools.search.fronts import SearchResult
+from xla_amp.torch_common.trees import tree_leaves, tree_map_only
+from xla_amp.training.step_state import reachable, restored
 
 
 def search(

@@ -50,7 +50,7 @@ def decode(text: bytes) -> Any:
         return _read(text)
     except Exception as error:
         raise EngineError(
-            f"another process, or a file, has something that xla_amp.backends.exchange does not write: "
+            f"another process, or a file, has something that xla_amp.torch_common.exchange does not write: "
             f"{type(error).__name__}: {str(error)[:200]}"
         ) from error
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import base
+from xla_amp.engines import base
 from xla_amp.errors import DeviceError
 
 XLA = "xla"

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from xla_amp.backends import base, devices
+from xla_amp.engines import base, devices
 from xla_amp.errors import StepError
 
 Path = tuple[Any, ...]

@@ -9,7 +9,7 @@ from pathlib import Path
 import forked
 import pytest
 
-from xla_amp.backends import base
+from xla_amp.engines import base
 from xla_amp.errors import EngineError
 
 HAS_TORCH_XLA = find_spec("torch_xla") is not None
@@ -33,7 +33,7 @@ def test_torch_xla_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 BROKEN = """
 import os, sys, warnings
 sys.path.insert(0, sys.argv[1])
-from xla_amp.backends import base
+from xla_amp.engines import base
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     print(base.select().DEVICE_TYPE, base.select().DEVICE_TYPE)

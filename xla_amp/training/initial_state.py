@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xla_amp.backends import devices
+from xla_amp.engines import devices
 
 
 def create(optimizer: Optimizer) -> None:

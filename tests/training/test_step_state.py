@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from xla_amp.backends.step_state import restored
+from xla_amp.training.step_state import restored
 
 
 def training(device):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import xla_amp
-from xla_amp.backends import held
 from xla_amp.testing import counts as counted
+from xla_amp.training import held
 
 
 class Plain(torch.optim.Optimizer):

@@ -13,8 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xla_amp.backends import base, held
-from xla_amp.backends.trees import tree_leaves
+from xla_amp.engines import base
+from xla_amp.torch_common.trees import tree_leaves
+from xla_amp.training import held
 
 
 def reachable(step: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:

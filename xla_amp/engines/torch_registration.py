@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from xla_amp.backends import base
 from xla_amp.common import config
 from xla_amp.common.events import Point
 from xla_amp.common.types import LAZY
+from xla_amp.engines import base
 from xla_amp.errors import DeviceError
 
 PROCESS_GROUP = "xla_amp"

@@ -19,10 +19,10 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from xla_amp.backends.torch_xla import amp_kernels, fused_optimizers
-from xla_amp.backends.torch_xla.metrics import metrics as metrics
-from xla_amp.backends.torch_xla.metrics import steps_ended
 from xla_amp.common import config
+from xla_amp.engines.torch_xla import amp_kernels, fused_optimizers
+from xla_amp.engines.torch_xla.metrics import metrics as metrics
+from xla_amp.engines.torch_xla.metrics import steps_ended
 from xla_amp.errors import EngineError
 
 DEVICE_TYPE = "xla"

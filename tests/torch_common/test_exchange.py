@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import xla_amp
-from xla_amp.backends import exchange
 from xla_amp.errors import EngineError
+from xla_amp.torch_common import exchange
 
 
 class _Runs:

@@ -7,7 +7,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
-from xla_amp.backends import module_paths
+from xla_amp.torch_common import module_paths
 
 
 @pytest.fixture

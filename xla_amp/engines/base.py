@@ -1,17 +1,15 @@
-"""The engine protocol, and the selection of an engine."""
+"""The engine protocol, and the engine in use."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 from collections.abc import Callable, Iterable, Sequence
-from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from xla_amp.common import arguments, config, events
+from xla_amp import engines
+from xla_amp.common import arguments, config
 from xla_amp.common.types import LAZY as LAZY
 from xla_amp.errors import EngineError
 
@@ -91,7 +89,7 @@ class Guard(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """An executor of torch operations on an XLA device: the module `xla_amp.lazy` or `xla_amp.backends.torch_xla`.
+    """An executor of torch operations on an XLA device: the module `xla_amp.lazy` or `xla_amp.engines.torch_xla`.
 
     The fronts use nothing of an engine but these members.
     """
@@ -159,6 +157,10 @@ class Engine(Protocol):
         """Bytes of the started device's memory by PJRT's names, such as ``bytes_in_use``; empty if unknown."""
 
 
+_chosen: dict[str, Engine] = {}
+"""Value of ``XLA_AMP_ENGINE`` -> its engine, once it has been asked for."""
+
+
 def select() -> Engine:
     """The engine that ``XLA_AMP_ENGINE`` names; ``auto`` is torch_xla if it can be imported, otherwise the lazy device.
 
@@ -166,16 +168,11 @@ def select() -> Engine:
         EngineError: the engine cannot be used here.
     """
     wanted = config.engine()
-    if wanted == "jax":
-        return _lazy()
-    if wanted == "torch_xla":
-        if problem := _problem_of_torch_xla():
-            raise EngineError(
-                f"XLA_AMP_ENGINE=torch_xla: {problem}; install the torch_xla that belongs to torch "
-                f"{torch.__version__}, or set XLA_AMP_ENGINE to jax to use the lazy device on JAX"
-            )
-        return _torch_xla()
-    return _torch_xla() if _finds_torch_xla() else _lazy()
+    engine = _chosen.get(wanted)
+    if engine is None:
+        (engine,) = engines.choose(wanted)
+        _chosen[wanted] = engine
+    return engine
 
 
 def require_lazy(caller: str, instead: str = "") -> None:
@@ -245,38 +242,3 @@ class _ActiveMetrics:
 
 
 metrics: Metrics = _ActiveMetrics()
-
-
-def _lazy() -> Engine:
-    import xla_amp.lazy
-
-    return xla_amp.lazy
-
-
-def _torch_xla() -> Engine:
-    import xla_amp.backends.torch_xla
-
-    return xla_amp.backends.torch_xla
-
-
-@functools.cache
-def _problem_of_torch_xla() -> str:
-    """Why torch_xla cannot be used here, or an empty string."""
-    if find_spec("torch_xla") is None:
-        return "torch_xla is not installed"
-    try:
-        importlib.import_module("torch_xla")
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # usually it was built for another torch
-        return f"importing torch_xla failed ({type(error).__name__}: {error})"
-    return ""
-
-
-@functools.cache
-def _finds_torch_xla() -> bool:
-    """Whether torch_xla can be used; warns once if it is installed and cannot."""
-    problem = _problem_of_torch_xla()
-    if problem and find_spec("torch_xla") is not None:
-        events.warn(
-            f"{problem}, so XLA tensors are on the lazy JAX device; to silence this warning set XLA_AMP_ENGINE=jax",
-        )
-    return not problem

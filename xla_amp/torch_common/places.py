@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xla_amp.backends import module_paths
 from xla_amp.common import events
 from xla_amp.common.events import Place as Place
+from xla_amp.torch_common import module_paths
 
 
 class LocatingMode(TorchDispatchMode):

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from xla_amp.backends import dynamo
 from xla_amp.policy.module_patterns import joined
+from xla_amp.torch_common import dynamo
 
 
 def backward_pass() -> int:

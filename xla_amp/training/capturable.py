@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from xla_amp.backends import base, devices, initial_state
+from xla_amp.engines import base, devices
+from xla_amp.training import initial_state
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

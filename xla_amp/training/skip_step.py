@@ -1,7 +1,7 @@
 """Skip a step of any optimizer on the device.
 
 The step always runs, and the engine undoes what it wrote, to whatever tensor, where gradients are not finite
-(`xla_amp.backends.base.Engine.guard`).  State that torch's optimizers make in their first step is made before it.
+(`xla_amp.engines.base.Engine.guard`).  State that torch's optimizers make in their first step is made before it.
 
 What a step changes in Python cannot be undone by the device.  So the first steps of an optimizer that is not
 torch.optim's are decided on the host, as torch's scaler does: the flag is read, and a skipped step is not called.  If
@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from xla_amp.backends import base, capturable, devices, held, initial_state
 from xla_amp.common import events
+from xla_amp.engines import base, devices
+from xla_amp.training import capturable, held, initial_state
 
 
 class _Decides(enum.Enum):

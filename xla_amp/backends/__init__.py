@@ -1,1 +1,0 @@
-"""Engines that execute torch operations, the protocol that the fronts use, and what optimizers hold on any device."""

@@ -1,0 +1,1 @@
+"""What torch programs consist of, on any device: paths of modules, places, containers; what Dynamo leaves alone."""
