@@ -562,12 +562,18 @@ def _number_here(buffer: Buffer) -> int:
 
 
 def _run(owner: Owner) -> None:
-    """Runs the trace of another thread."""
-    mine = trace.owner
+    """Runs the trace of another thread.
+
+    Meanwhile this thread is that one: another that ends, or calls ``backward``, makes it ask anew whose trace is in the
+    place.
+    """
+    mine, before = trace.owner, _here.owner
+    _here.owner = owner
     _put(owner)
     try:
         must_run()
     finally:
+        _here.owner = before
         _put(mine)
 
 
