@@ -75,6 +75,20 @@ def rules() -> str:
     return os.environ.get(RULES, "")
 
 
+_values = os.environ._data  # type: ignore[attr-defined]
+_OF_REGIONS: Final = tuple(os.environ.encodekey(name) for name in (ENGINE, RULES, POLICY_FILE, *HPU_LISTS.values()))
+
+
+def of_regions() -> tuple[object, ...]:
+    """What the engine and the rules of a region depend on; equal answers mean that variables and files are the same."""
+    texts = tuple(map(_values.get, _OF_REGIONS))
+    if any(texts[2:]):
+        for path in filter(None, (policy_file(), *hpu_lists().values())):
+            status = path.stat() if path.exists() else None
+            texts += (status and (status.st_mtime_ns, status.st_size),)
+    return texts
+
+
 def hpu_lists() -> dict[Cast, Path]:
     """Files that Gaudi's variables name, by cast: an operation a line."""
     return {cast: Path(given).expanduser() for cast, name in HPU_LISTS.items() if (given := os.environ.get(name))}

@@ -139,7 +139,7 @@ def deferred(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
     @functools.wraps(function)
     def whole(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         global _deferring
-        if not _on_main_thread():
+        if _thread.get_ident() != threading.main_thread().ident:
             return function(*args, **kwargs)
         _deferring += 1
         try:

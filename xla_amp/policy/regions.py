@@ -69,7 +69,8 @@ def closed(device_type: str, region: Region, /) -> None:
 
 def push(device_type: str, region: Region) -> Token:
     """Opens `region` for `device_type` on this thread; `pop` the token to close it."""
-    opening(device_type, region)
+    for listener in opening.listeners:
+        listener(device_type, region)
     stack = _thread.stacks.setdefault(device_type, [])
     token = Token(device_type, region, stack)
     with _lock:
@@ -95,7 +96,8 @@ def pop(token: Token) -> None:
             _newest[token.device_type] = of_process[-1].region
         else:
             del _newest[token.device_type]
-    closed(token.device_type, token.region)
+    for listener in closed.listeners:
+        listener(token.device_type, token.region)
 
 
 def current(device_type: str) -> Region | None:

@@ -44,7 +44,7 @@ def resolve(policy: PolicyLike, context: Mapping[str, Cast] | None = None) -> Po
         base = given.base
         local = tuple(layer for layer in given.layers if layer.layer == "context")
     if context:
-        local = (*local, _mapping_layer("context", _items(context)))
+        local = (*local, _mapping_layer("context", rule_items(context)))
     # Runs on every entry of a region, so each part is skipped without a call where it is not used.
     layers = base.layers
     file, text = config.policy_file(), config.rules()
@@ -52,8 +52,8 @@ def resolve(policy: PolicyLike, context: Mapping[str, Cast] | None = None) -> Po
         layers = (*layers, rules_from_file(*signature(file)))
     if text:
         layers = (*layers, *_environment(text))
-    if _overrides.open or local:
-        layers = (*layers, *_overrides.open, *local)
+    if overrides.open or local:
+        layers = (*layers, *overrides.open, *local)
     return base if layers is base.layers else _effective(base, layers)
 
 
@@ -85,7 +85,12 @@ def _environment(text: str) -> tuple[RuleLayer, ...]:
     return (check(RuleLayer(layer="environment", origin=config.RULES, rules=tuple(rules))),)
 
 
-def _items(rules: Mapping[str, Cast]) -> tuple[tuple[str, Cast], ...]:
+def rule_items(rules: Mapping[str, Cast]) -> tuple[tuple[str, Cast], ...]:
+    """The items of a mapping of rules.
+
+    Raises:
+        PolicyError: it is no mapping of names to casts.
+    """
     if not isinstance(rules, Mapping):
         raise PolicyError(f'rules map names to casts, e.g. {{"softmax": "fp32"}}; got {rules!r}')
     for operation, cast in rules.items():
@@ -111,7 +116,7 @@ class _Overrides(threading.local):
         self.open: tuple[RuleLayer, ...] = ()
 
 
-_overrides = _Overrides()
+overrides = _Overrides()
 
 
 @events.Point
@@ -135,10 +140,10 @@ def overridden(policy: Policy) -> Policy:
 
     It is `policy` itself when none is open.
     """
-    if not _overrides.open:
+    if not overrides.open:
         return policy
     local = tuple(layer for layer in policy.layers if layer.layer == "context")
-    return _effective(policy, (*policy.layers[: len(policy.layers) - len(local)], *_overrides.open, *local))
+    return _effective(policy, (*policy.layers[: len(policy.layers) - len(local)], *overrides.open, *local))
 
 
 class override:
@@ -171,12 +176,12 @@ class override:
         strict: bool = False,
         **casts: Cast,
     ) -> None:
-        given = dict(_items({} if rules is None else rules))
+        given = dict(rule_items({} if rules is None else rules))
         if twice := sorted(set(given) & set(casts)):
             raise PolicyError(f"override(): {', '.join(twice)} is given as a mapping and as a keyword; keep one")
         if not given and not casts:
             raise PolicyError('override() without rules would change nothing; pass some: override({"softmax": "fp32"})')
-        self.layer = _mapping_layer("override", _items({**given, **casts}))
+        self.layer = _mapping_layer("override", rule_items({**given, **casts}))
         """The rules, for the fronts."""
         self._strict = strict
 
@@ -186,8 +191,8 @@ class override:
 
     def __enter__(self) -> None:
         undo = contextlib.ExitStack()
-        _overrides.stack.append((self, undo))
-        _overrides.open = (*_overrides.open, self.layer)
+        overrides.stack.append((self, undo))
+        overrides.open = (*overrides.open, self.layer)
         try:
             _tell((self.layer,), undo)
             for device_type, region in regions.open_here().items():
@@ -201,14 +206,14 @@ class override:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close()
-        if kind is None and all(entered is not self for entered, _ in _overrides.stack):
+        if kind is None and all(entered is not self for entered, _ in overrides.stack):
             effects.report_unmatched(self.layer, strict=self._strict)
 
     def _close(self) -> None:
-        stack = _overrides.stack
+        stack = overrides.stack
         newest = max(number for number, (entered, _) in enumerate(stack) if entered is self)
         _, undo = stack.pop(newest)
-        _overrides.open = tuple(entered.layer for entered, _ in stack)
+        overrides.open = tuple(entered.layer for entered, _ in stack)
         undo.close()
 
 
@@ -223,24 +228,24 @@ class OpenRules:
 def open_rules() -> OpenRules | None:
     """The regions and overrides in force on this thread; None without any."""
     of_thread = regions.in_force()
-    if not of_thread and not _overrides.stack:
+    if not of_thread and not overrides.stack:
         return None
-    return OpenRules(regions=of_thread, overrides=tuple(entered for entered, _ in _overrides.stack))
+    return OpenRules(regions=of_thread, overrides=tuple(entered for entered, _ in overrides.stack))
 
 
 @contextlib.contextmanager
 def reopened(saved: OpenRules) -> Iterator[None]:
     """Puts this thread's regions and overrides aside, and those of `saved` in their place."""
-    before = _overrides.stack, _overrides.open
+    before = overrides.stack, overrides.open
     layers = tuple(entered.layer for entered in saved.overrides)
     with contextlib.ExitStack() as undo:
         _tell(layers, undo)
-        _overrides.stack, _overrides.open = [(entered, contextlib.ExitStack()) for entered in saved.overrides], layers
+        overrides.stack, overrides.open = [(entered, contextlib.ExitStack()) for entered in saved.overrides], layers
         try:
             with regions.reopened(saved.regions):
                 yield
         finally:
-            _overrides.stack, _overrides.open = before
+            overrides.stack, overrides.open = before
 
 
 def unused_rules(policy: PolicyLike) -> tuple[Rule, ...]:

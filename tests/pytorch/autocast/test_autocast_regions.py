@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
 import threading
 
+import calls
+import forked
 import open_regions
 import pytest
 import torch
@@ -190,3 +195,85 @@ def test_a_region_that_fails_on_entry_leaves_nothing_open(device, mm_dtype, monk
         with region:
             assert mm_dtype() is HALF
     assert mm_dtype() is FULL
+
+
+def test_a_region_made_before_settings_change_follows_them_when_it_is_entered(device, mm_dtype, monkeypatch, tmp_path):
+    region = autocast(device, dtype=LOW)
+    file = tmp_path / "rules.toml"
+
+    def entered():
+        with region:
+            return mm_dtype()
+
+    assert entered() is LOW
+    with policy.override(mm="fp32"):
+        assert entered() is FULL
+    monkeypatch.setenv("XLA_AMP_RULES", "mm=fp32")
+    assert entered() is FULL
+    monkeypatch.delenv("XLA_AMP_RULES")
+    assert entered() is LOW
+    monkeypatch.setenv("XLA_AMP_POLICY", str(file))
+    with pytest.raises(PolicyError, match="cannot be read"):
+        entered()
+    for cast, expected in (("fp32", FULL), ("low", LOW), ("keep", FULL)):
+        file.write_text(f'[[rule]]\noperations = ["mm"]\ncast = "{cast}"\n', "utf-8")
+        assert entered() is expected
+
+
+def test_a_region_has_the_low_dtype_that_torch_has_when_it_is_entered(mm_dtype, device):
+    region = autocast("cpu")
+    before = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", HALF)
+    try:
+        with region:
+            assert torch.get_autocast_dtype("cpu") is HALF
+    finally:
+        torch.set_autocast_dtype("cpu", before)
+    with region:
+        assert torch.get_autocast_dtype("cpu") is before
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda region: pickle.loads(pickle.dumps(region))])
+def test_copies_of_a_region(device, mm_dtype, again):
+    for region in (autocast(device, HALF, policy="tpu", rules={"mm": "low"}), autocast(device, enabled=False)):
+        same = again(region)
+        assert repr(same) == repr(region)
+        with same, same:
+            assert mm_dtype() is (HALF if region.enabled else FULL)
+        assert mm_dtype() is FULL
+
+
+BEFORE_THE_DEVICE = """
+import copy, torch, xla_amp
+from xla_amp import autocast, policy
+regions = [autocast("xla"), autocast("xla", torch.float16), autocast("xla", policy="gpu")]
+regions += [autocast("xla", enabled=False)]
+regions += [copy.deepcopy(region) for region in regions]
+with regions[0], regions[0]:
+    matrix = torch.ones(2, 2, device=xla_amp.xla_device())
+    print(torch.mm(matrix, matrix).dtype)
+for region in regions:
+    with region, policy.override(linear="keep"):
+        print(torch.mm(matrix, matrix).dtype)
+print(torch.mm(matrix, matrix).dtype)
+"""
+
+
+def test_regions_made_before_the_device_starts():
+    run = forked.run(program=BEFORE_THE_DEVICE, environment=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [str(each) for each in (LOW, *(LOW, HALF, HALF, FULL) * 2, FULL)]
+
+
+# ---- what an entry costs ---------------------------------------------------------------------------------------------
+
+
+def test_python_calls_of_an_entry(device):
+    """A training step enters a region: what it means was decided when it was made, or for the one before it."""
+
+    def entered():
+        with autocast(device, dtype=LOW):
+            pass
+
+    entered()
+    assert len(calls.of(entered)) <= 45

@@ -7,6 +7,7 @@ another device casts nothing of the lazy one; where low operations were recorded
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import threading
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from xla_amp.lazy.graph.tape import Position, Tape
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import pjrt
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.policy import resolve
+from xla_amp.policy import Policy, resolve
 from xla_amp.policy.load import default_name
 from xla_amp.torch_common import dynamo
 
@@ -72,7 +73,7 @@ def leave(original: Callable[..., Any], self: Any, *error: Any) -> Any:
     result = original(self, *error)
     if self.device in NAMES:
         _share_state(self.device)
-    if any(region.owner is self for region in _open.regions):
+    if _open.regions and any(region.owner is self for region in _open.regions):
         _look()
         _open.regions[:] = [region for region in _open.regions if region.owner is not self]
     return result
@@ -112,7 +113,11 @@ def _look(*_: Any) -> None:
     """Warns of the open regions of other devices in which float32 operations were recorded that ours would cast."""
     for region in _open.regions:
         begin = region.begin if region.generation is trace.generation else Position()
-        if region.line not in _told and _has_products(Tape(trace.code[begin.code :], begin)):
+        if (
+            region.line not in _told
+            and len(trace.code) > begin.code
+            and _has_products(Tape(trace.code[begin.code :], begin))
+        ):
             _told.add(region.line)
             events.warn(
                 f"autocast({region.owner.device!r}) casts nothing of tensors on the XLA device: products inside were "
@@ -124,10 +129,14 @@ def _look(*_: Any) -> None:
 
 def _has_products(tape: Tape) -> bool:
     """Whether it has a float32 result of an operation that the device's policy casts to the low dtype."""
-    rules = resolve(default_name(pjrt.platform()))
-    cast = {name for name in rules.ruled() if rules.decide(name).cast == "low"}
+    cast = _low_operations(resolve(default_name(pjrt.platform())))
     results = ((node.instruction.name.partition(".")[0], out) for node in tape for out in node.instruction.outs)
     return any(name in cast and out is not None and out.dtype is torch.float32 for name, out in results)
+
+
+@functools.lru_cache(maxsize=64)
+def _low_operations(rules: Policy) -> frozenset[str]:
+    return frozenset(name for name in rules.ruled() if rules.decide(name).cast == "low")
 
 
 dynamo.skip(_look)

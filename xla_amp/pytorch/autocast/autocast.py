@@ -10,7 +10,6 @@ while it is open, used by several threads, and decorate a recursive function.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -26,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from xla_amp import policy as policies
-from xla_amp.common import arguments, events, interrupts
+from xla_amp.common import arguments, config, events, interrupts
 from xla_amp.common.types import Cast
 from xla_amp.engines import base, devices
 from xla_amp.engines.base import Engine
@@ -34,12 +33,32 @@ from xla_amp.errors import AutocastWarning, DeviceError, UnsupportedDtypeError
 from xla_amp.policy import Policy, effects, regions
 from xla_amp.policy.load import default_name
 from xla_amp.policy.policy import MEASURED
+from xla_amp.policy.resolve import overrides, rule_items
 from xla_amp.pytorch.autocast import native_dispatch
 from xla_amp.pytorch.autocast import recomputation as recomputation
 from xla_amp.torch_common import dynamo
 
 _SUSPENDED = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class _Resolved:
+    """What the arguments of a region mean under the settings and overrides of one moment."""
+
+    state: tuple[Any, ...] | None
+    """These settings and overrides; None where they are not known, because the engine had not been started."""
+    device: str
+    engine: Engine | None = None
+    """Of an XLA device."""
+    low: torch.dtype | None = None
+    """None: torch's own when the region is entered, which belongs to the thread."""
+    policy: Policy | None = None
+    """The effective policy; None where no table lists what torch does."""
+    region: regions.Region | None = None
+    """`policy` with `low`, unless that is None."""
+    lasts: bool = False
+    """Whether other settings and overrides leave it as it is (`reopened`)."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -49,8 +68,19 @@ class _Entry:
     owner: autocast
     region: torch.autocast
     rules: Policy | None
-    leave: contextlib.ExitStack
-    """What to undo beside `region`."""
+    token: regions.Token | None
+    """Of our region, if it has rules."""
+    hook: RemovableHandle | None
+    """Of `_drop_casts_after_steps`."""
+
+    def close(self) -> None:
+        """Undoes everything but `region`."""
+        try:
+            if self.hook is not None:
+                self.hook.remove()
+        finally:
+            if self.token is not None:
+                regions.pop(self.token)
 
 
 class _Open(threading.local):
@@ -111,29 +141,25 @@ class autocast:
         rules: Mapping[str, Cast] | None = None,
         strict: bool = False,
     ) -> None:
-        self.device = devices.device_type(device_type)
-        arguments.require("autocast(strict=...)", strict, bool, "True or False")
-        arguments.require("autocast(rules=...)", rules, (Mapping, type(None)), 'a mapping such as {"tanh": "fp32"}')
-        enabled = _check_flags(self.device, dtype, enabled, cache_enabled)
+        if not (
+            isinstance(device_type, str | torch.device)
+            and isinstance(enabled, bool)
+            and (cache_enabled is None or isinstance(cache_enabled, bool))
+            and (dtype is None or (isinstance(dtype, torch.dtype) and dtype is not torch.float32))
+            and isinstance(strict, bool)
+            and (rules is None or isinstance(rules, Mapping))
+        ):
+            enabled = _check(device_type, dtype, enabled, cache_enabled, rules, strict)
         self.dtype = dtype
         self.enabled = enabled
         self.cache_enabled = cache_enabled
-        self.policy = None if policy in (None, policies.DEFAULT) else policies.load(policy)
+        self.policy = None if policy is None or policy == policies.DEFAULT else policies.load(policy)
         self.rules = None if rules is None else dict(rules)
         self.strict = strict
-        self._effective: Policy | None = None
-        """Set by `reopened` only: the rules of an earlier region, used as they are."""
-        self._is_xla = devices.is_xla(self.device)
-        if not self._is_xla:
-            _native_region(self.device, dtype, enabled, cache_enabled)
-            if enabled and self._has_rules():
-                self._low(self._native_rules())
-        elif enabled:
-            engine = devices.engine()
-            if self._has_rules() or engine.is_started():
-                self._low(self._rules(engine))
-            elif dtype is not None:
-                _check_dtype(self.device, dtype)
+        items = None if rules is None else rule_items(rules)
+        self._arguments = device_type, dtype if enabled else None, enabled, self.policy, items
+        self._resolved = _resolve(*self._arguments, (config.of_regions(), overrides.open))
+        self.device = self._resolved.device
 
     def __repr__(self) -> str:
         given = {
@@ -143,12 +169,14 @@ class autocast:
         return f"autocast({self.device!r}{', enabled=False' if not self.enabled else ''}{shown})"
 
     def __enter__(self) -> autocast:
+        resolved = self._resolved
+        if resolved.state != (config.of_regions(), overrides.open) and not resolved.lasts:
+            resolved = self._resolve()
+        if resolved.engine is not None:
+            resolved.engine.step_begins()
         before = len(_open.stack)
         try:
-            if self._is_xla:
-                self._enter_xla()
-            else:
-                self._enter_native()
+            _enter(self, resolved)
         except BaseException:
             if len(_open.stack) > before:  # a signal's handler raised after it
                 _leave(self)
@@ -187,57 +215,79 @@ class autocast:
         decorated: _Function = inside  # type: ignore[assignment]
         return decorated
 
-    def _has_rules(self) -> bool:
-        return self.policy is not None or self.rules is not None
+    def _resolve(self) -> _Resolved:
+        """Resolves it under the present settings and overrides, and starts the engine of an XLA device."""
+        state = config.of_regions(), overrides.open
+        resolved = _resolve(*self._arguments, state)
+        if resolved.state is None:
+            assert resolved.engine is not None  # noqa: S101  (what an engine has not been started for)
+            resolved.engine.device()
+            _resolve.cache_clear()
+            resolved = _resolve(*self._arguments, state)
+        self._resolved, self.device = resolved, resolved.device
+        return resolved
 
-    def _native_rules(self) -> Any:
-        return native_dispatch.rules(self.device, self.policy, self.rules)
+    def __getstate__(self) -> dict[str, Any]:
+        """An engine is a module, which cannot be pickled."""
+        return {**vars(self), "_resolved": _Resolved(state=None, device=self.device)}
 
-    def _rules(self, engine: Engine) -> Policy:
-        """The effective policy: the chosen or default one, with file, environment and overrides on top."""
-        if self._effective is not None:
-            return self._effective
-        return policies.resolve(self.policy or default_name(engine.platform()), self.rules)
 
-    def _low(self, rules: Policy) -> torch.dtype:
-        if self.dtype is None:
-            low: torch.dtype = getattr(torch, rules.low)
-            return low
-        _check_dtype(self.device, self.dtype)
-        if str(self.dtype).removeprefix("torch.") not in rules.dtypes:
-            legal = ", ".join(f"torch.{name}" for name in rules.dtypes)
-            raise UnsupportedDtypeError(
-                f"autocast({self.device!r}, dtype={self.dtype}): the policy {rules.name!r} offers {legal}, got "
-                f"{self.dtype}; pass one of them, or policy= with one that offers it"
-            )
-        return self.dtype
+@functools.lru_cache(maxsize=256)
+def _resolve(
+    device_type: str | torch.device,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    policy: Policy | None,
+    rules: tuple[tuple[str, Cast], ...] | None,
+    state: tuple[Any, ...],
+) -> _Resolved:
+    """What `autocast` means with these arguments; `state`: the settings and overrides that are in force."""
+    device = devices.device_type(device_type)
+    own = None if rules is None else dict(rules)
+    has_rules = policy is not None or own is not None
+    engine = devices.engine() if devices.is_xla(device) else None
+    effective: Policy | None
+    if engine is None:
+        _check_native(device, dtype, enabled)
+        effective = native_dispatch.rules(device, policy, own)
+    else:
+        if not (engine.is_started() or (enabled and has_rules)):
+            if enabled and dtype is not None:
+                _check_dtype(device, dtype)
+            return _Resolved(state=None, device=device, engine=engine)  # its platform may not be known
+        effective = policies.resolve(policy or default_name(engine.platform()), own)
+    low = dtype
+    if effective is not None and (engine is not None or (enabled and has_rules)):
+        low = _low(device, dtype, effective)
+    region = None
+    if effective is not None and low is not None:
+        region = _region(effective, low, enabled)
+    return _Resolved(
+        state=state if engine is None or engine.is_started() else None,
+        device=device,
+        engine=engine,
+        low=low,
+        policy=effective,
+        region=region,
+    )
 
-    def _enter_native(self) -> None:
-        rules = self._effective or self._native_rules()
-        low = self._low(rules) if self.enabled and self._has_rules() and rules is not None else self.dtype
-        region = _native_region(self.device, low, self.enabled, self.cache_enabled)
-        self._open(region, rules)
 
-    def _enter_xla(self) -> None:
-        engine = devices.engine()
-        engine.device()
-        engine.step_begins()
-        rules = self._rules(engine)
-        low = self._low(rules) if self.enabled else getattr(torch, rules.low)
-        self._open(torch.autocast(self.device, low, self.enabled, self.cache_enabled), rules)
+def _low(device_type: str, dtype: torch.dtype | None, rules: Policy) -> torch.dtype:
+    if dtype is None:
+        low: torch.dtype = getattr(torch, rules.low)
+        return low
+    _check_dtype(device_type, dtype)
+    if str(dtype).removeprefix("torch.") not in rules.dtypes:
+        legal = ", ".join(f"torch.{name}" for name in rules.dtypes)
+        raise UnsupportedDtypeError(
+            f"autocast({device_type!r}, dtype={dtype}): the policy {rules.name!r} offers {legal}, got "
+            f"{dtype}; pass one of them, or policy= with one that offers it"
+        )
+    return dtype
 
-    @interrupts.deferred
-    def _open(self, region: torch.autocast, rules: Policy | None) -> None:
-        """Enters the region; whatever fails leaves the state of this thread as it was."""
-        with contextlib.ExitStack() as undo:
-            if rules is not None:
-                low = str(region.fast_dtype).removeprefix("torch.")
-                made = regions.Region(policy=rules, low=low, enabled=self.enabled)
-                undo.callback(regions.pop, regions.push(self.device, made))
-            if self.enabled and not self._is_xla:
-                undo.callback(_drop_casts_after_steps().remove)
-            _enter(region)
-            _open.stack.append(_Entry(self, region, rules, undo.pop_all()))
+
+def _region(rules: Policy, low: torch.dtype, enabled: bool) -> regions.Region:
+    return regions.Region(policy=rules, low=str(low).removeprefix("torch."), enabled=enabled)
 
 
 dynamo.graph_break(policies.override)
@@ -246,8 +296,45 @@ dynamo.graph_break(policies.override)
 def reopened(region: regions.Region | None, device_type: str, dtype: torch.dtype) -> autocast:
     """A region with the rules of an earlier one, its overrides included."""
     again = autocast(device_type, dtype)
-    again._effective = None if region is None else region.policy
+    if region is not None:
+        same = _region(region.policy, dtype, True)
+        again._resolved = dataclasses.replace(again._resolved, policy=region.policy, region=same, lasts=True)
     return again
+
+
+@interrupts.deferred
+def _enter(owner: autocast, resolved: _Resolved) -> None:
+    """Opens an entry of `owner`; whatever fails leaves the state of this thread as it was."""
+    device, cache = resolved.device, owner.cache_enabled
+    low = resolved.low or torch.get_autocast_dtype(device)
+    region = object.__new__(torch.autocast)
+    made = _torch_region(device, low, owner.enabled, torch.is_autocast_cache_enabled() if cache is None else cache)
+    vars(region).update(vars(made))
+    rules = resolved.policy
+    ours = resolved.region if rules is None or resolved.region is not None else _region(rules, low, owner.enabled)
+    token = None if ours is None else regions.push(device, ours)
+    entry = _Entry(owner, region, rules, token, None)
+    depth = _depth()
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+    try:
+        if owner.enabled and resolved.engine is None:
+            entry.hook = _drop_casts_after_steps()
+        region.__enter__()
+    except BaseException:  # torch leaves its state half set
+        while _depth() > depth:
+            torch.autocast_decrement_nesting()
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+        torch.set_autocast_cache_enabled(before[2])
+        entry.close()
+        raise
+    _open.stack.append(entry)
+
+
+@functools.lru_cache(maxsize=64)
+def _torch_region(device_type: str, low: torch.dtype, enabled: bool, cache_enabled: bool) -> torch.autocast:
+    """A region of torch to copy: each entry needs its own, because torch keeps the state to restore on it."""
+    return torch.autocast(device_type, low, enabled, cache_enabled)
 
 
 @interrupts.deferred
@@ -258,16 +345,20 @@ def _leave(owner: autocast) -> Policy | None:
         RuntimeError: this thread has not entered it.
     """
     stack = _open.stack
-    index = next((index for index in reversed(range(len(stack))) if stack[index].owner is owner), None)
-    if index is None:
+    index = len(stack) - 1
+    while index >= 0 and stack[index].owner is not owner:
+        index -= 1
+    if index < 0:
         raise RuntimeError(f"leaving {owner!r}: this thread has not entered it; leave a region in the thread it is for")
     entry = stack.pop(index)
     above = stack[index:]
-    with entry.leave:
+    try:
         if above:
             _leave_from_below(entry, above)
         else:
             entry.region.__exit__(None, None, None)
+    finally:
+        entry.close()
     return entry.rules
 
 
@@ -347,12 +438,17 @@ def _check_dtype(device_type: str, dtype: object) -> None:
         )
 
 
-def _check_flags(device_type: str, dtype: object, enabled: object, cache_enabled: object) -> bool:
+def _check(given: Any, dtype: Any, enabled: Any, cache_enabled: Any, rules: Any, strict: Any) -> bool:
     """Whether a region is enabled: `enabled`, but with the low dtype float32 False and a warning, as torch does.
 
     Raises:
-        TypeError: a flag is not a bool.
+        DeviceError: `given` is no device.
+        TypeError: an argument is of another type.
+        UnsupportedDtypeError: `dtype` is no dtype.
     """
+    device_type = devices.device_type(given)
+    arguments.require("autocast(strict=...)", strict, bool, "True or False")
+    arguments.require("autocast(rules=...)", rules, (Mapping, type(None)), 'a mapping such as {"tanh": "fp32"}')
     if isinstance(dtype, bool) and isinstance(enabled, torch.dtype):
         raise TypeError(
             f"autocast({device_type!r}, {dtype}, {enabled}): the order is autocast(device, dtype, enabled), torch's; "
@@ -370,23 +466,9 @@ def _check_flags(device_type: str, dtype: object, enabled: object, cache_enabled
             AutocastWarning,
         )
         return False
+    if enabled and dtype is not None:
+        _check_dtype(device_type, dtype)
     return bool(enabled)
-
-
-def _enter(region: torch.autocast) -> None:
-    """Enters the region of torch, which leaves its state half set if entering fails; here it is restored."""
-    name = region.device
-    before = torch.is_autocast_enabled(name), torch.get_autocast_dtype(name), torch.is_autocast_cache_enabled()
-    depth = _depth()
-    try:
-        region.__enter__()
-    except BaseException:
-        while _depth() > depth:
-            torch.autocast_decrement_nesting()
-        torch.set_autocast_enabled(name, before[0])
-        torch.set_autocast_dtype(name, before[1])
-        torch.set_autocast_cache_enabled(before[2])
-        raise
 
 
 def _depth() -> int:
@@ -395,15 +477,8 @@ def _depth() -> int:
     return torch.autocast_decrement_nesting()
 
 
-def _native_region(
-    device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: bool | None = None
-) -> torch.autocast:
-    """A new checked `torch.autocast`.  New for each entry, because torch keeps the state to restore on the instance.
-
-    Args:
-        dtype: low dtype; None is torch's default for the device type.
-        enabled: False gives a region without mixed precision, which needs neither the device nor the dtype.
-        cache_enabled: whether torch caches casts of weights until the outermost region ends; None leaves it unchanged.
+def _check_native(device_type: str, dtype: torch.dtype | None, enabled: bool) -> None:
+    """Raises unless torch can open a region; one without mixed precision needs neither the device nor the dtype.
 
     Raises:
         DeviceError: the region would have no effect.
@@ -411,11 +486,10 @@ def _native_region(
     """
     if not enabled:
         has_autocast(device_type)
-        return torch.autocast(device_type, None, False, cache_enabled)
+        return
     _check_device(device_type)
     if dtype is not None:
         _check_dtype(device_type, dtype)
-    return torch.autocast(device_type, dtype, True, cache_enabled)
 
 
 def _drop_casts_after_steps() -> RemovableHandle:
