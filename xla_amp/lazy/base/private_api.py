@@ -282,7 +282,7 @@ def _traceback(operation: str, location: str) -> Any:
     from jaxlib import xla_client
 
     file, _, line = location.rpartition(":")
-    lowering = pathlib.Path(__file__).parents[1] / "lowering" / "linalg" / "contraction.py"
+    lowering = pathlib.Path(__file__).parents[2] / "lowering" / "linalg" / "contraction.py"
     inner = _function_at(file, int(line), operation)
     outer = _function_at(str(lowering), 1, f"aten::{operation}")
     made: queue.SimpleQueue[Any] = queue.SimpleQueue()
