@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("xla_amp.errors", "xla_amp.common.files", "xla_amp.common.public_names", "xla_amp.common.types"),
     ("xla_amp.common", "xla_amp.hardware"),
     ("xla_amp.policy",),
+    ("xla_amp.analysis",),
     ("xla_amp.lowering",),
     ("xla_amp.torch_common",),
     ("xla_amp.engines",),
@@ -42,14 +43,17 @@ LOWERING_IMPORTS = frozenset({"xla_amp.common.events", "xla_amp.common.loss_scal
 # Imports against the layers or in a circle, when a function of the module is called -> why they are right.
 LOADED_BY_NAME: Mapping[str, Mapping[str, str]] = {
     "xla_amp.stablehlo.passes.autocast": {"xla_amp.tools.search.on_stablehlo": "sample inputs decide by a search"},
-    "xla_amp.stablehlo.passes.report": {"xla_amp.tools.inspect.conversion": "a report is shown as the command's page"},
+    "xla_amp.stablehlo.conversion_report": {
+        "xla_amp.tools.inspect.conversion": "a report is shown as the command's page"
+    },
 }
 
 # Third-party packages that a layer may load; layers not named here may load every dependency of the package.
 THIRD_PARTY: Mapping[int, frozenset[str]] = {
     0: frozenset(),
     2: frozenset(),
-    3: frozenset({"jax", "ml_dtypes", "numpy"}),
+    3: frozenset(),
+    4: frozenset({"jax", "ml_dtypes", "numpy"}),
 }
 
 _CHANGES = frozenset({"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault", "update"})

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from workloads import WORKLOADS
 
+from xla_amp.analysis import beside_low
 from xla_amp.jax import autocast
-from xla_amp.policy import beside_low
 
 
 def program(workload):

@@ -16,9 +16,9 @@ from jax.extend.core import Primitive
 
 import xla_amp
 from xla_amp.jax import autocast, compat, rebind
-from xla_amp.jax.contraction_primitives import described
 from xla_amp.jax.decisions import request
 from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
+from xla_amp.jax.low_primitives import described
 from xla_amp.jax.primitives import PRIMITIVES, PrimitiveKind
 from xla_amp.policy import op_catalog
 

@@ -20,7 +20,7 @@ import xla_amp.policy
 import xla_amp.stablehlo
 from xla_amp.common import public_names
 from xla_amp.errors import SkipLimitError
-from xla_amp.stablehlo.passes.report import ConversionReport
+from xla_amp.stablehlo.conversion_report import ConversionReport
 from xla_amp.tools.explain.on_pytorch import ExplainReport
 from xla_amp.tools.monitor.history import History
 from xla_amp.tools.overflow.report import OverflowReport

@@ -15,8 +15,8 @@ from xla_amp.errors import FileError, PolicyError, RuleWarning, TargetError
 from xla_amp.policy import BUILTIN
 
 if TYPE_CHECKING:
+    from xla_amp.stablehlo.conversion_report import Achieved
     from xla_amp.stablehlo.passes.autocast import Converted
-    from xla_amp.stablehlo.passes.report import Achieved
     from xla_amp.stablehlo.program import Format, Program
     from xla_amp.tools.explain.page import Page
 

@@ -22,11 +22,11 @@ from xla_amp.common.precision_report import PrecisionReport, SavedBytes, summari
 from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
 from xla_amp.jax import compat, modules, override_scope
-from xla_amp.jax.analyses.loop_ends import solves
+from xla_amp.jax.analysis.jaxprs import has_backward
+from xla_amp.jax.analysis.solver_loops import solves
 from xla_amp.jax.decisions import Residual, Settings, is_castable, resolve_settings
 from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
 from xla_amp.jax.interpreter import Interpreter
-from xla_amp.jax.jaxpr_analysis import has_backward
 from xla_amp.jax.value_info import arguments, arrays_of
 from xla_amp.policy import Policy, PolicyLike, effects
 from xla_amp.policy.op_catalog import is_contraction

@@ -18,8 +18,13 @@ import numpy as np
 from xla_amp.common import events
 from xla_amp.common.types import LOW_DTYPES, Cast
 from xla_amp.jax import compat, rebind
-from xla_amp.jax.analyses.exact_reads import exact_values
-from xla_amp.jax.contraction_primitives import contract_low, described
+from xla_amp.jax.analysis.exact_reads import exact_values
+from xla_amp.jax.analysis.jaxprs import (
+    follows_gradients,
+    gradient_outputs,
+    residual_additions,
+    residual_outputs,
+)
 from xla_amp.jax.decisions import (
     F32,
     FEW_SUMMED,
@@ -33,13 +38,8 @@ from xla_amp.jax.decisions import (
     request,
     where,
 )
-from xla_amp.jax.higher_order import composites, float32_regions
-from xla_amp.jax.jaxpr_analysis import (
-    follows_gradients,
-    gradient_outputs,
-    residual_additions,
-    residual_outputs,
-)
+from xla_amp.jax.higher_order import composite_runs, float32_regions
+from xla_amp.jax.low_primitives import contract_low, described
 from xla_amp.jax.primitives import PrimitiveInfo, info, name_of
 from xla_amp.jax.value_info import CastCache, Facts, Value, arrays_of, cast, inside, outside, sum_of
 from xla_amp.policy import Decision, effects, op_catalog
@@ -106,7 +106,7 @@ class Interpreter:
         if self.settings.residual == "low" and not as_written:
             self.streams = residual_additions(jaxpr)
 
-        found = [] if as_written else composites.runs(jaxpr, self.settings.current_policy())
+        found = [] if as_written else composite_runs.runs(jaxpr, self.settings.current_policy())
         decided: set[int] = set()
         for run in found:
             if self._composite_decision(jaxpr.eqns[run.start], run.operation).of_whole:
@@ -215,7 +215,7 @@ class Interpreter:
         return self.settings.current_policy().decision(operation, self.path(eqn), op_catalog.same_as(operation)[1:])
 
     def _eval_composite(
-        self, jaxpr: Any, run: composites.Run, environment: dict[Any, Any], gradients: frozenset[Any]
+        self, jaxpr: Any, run: composite_runs.Run, environment: dict[Any, Any], gradients: frozenset[Any]
     ) -> None:
         """Evaluates the equations of a run, and adds their results to `environment`.
 
@@ -227,7 +227,7 @@ class Interpreter:
             raise ban_error(run.operation, decision)
         policy = self.settings.current_policy()
         effects.note(policy.reaching(run.operation, self.path(first), op_catalog.same_as(run.operation)[1:]))
-        reads, leaving = composites.outside(jaxpr, run)
+        reads, leaving = composite_runs.outside(jaxpr, run)
         given = [environment[var].array for var in reads]
         dtypes = tuple(dtype_of(value) if is_castable(dtype_of(value)) else None for value in given)
         if decision.cast == "fp32_inside":

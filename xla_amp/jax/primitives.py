@@ -32,7 +32,7 @@ PrimitiveKind: TypeAlias = Literal[
     "shard_map",
 ]
 """
-``contraction``    bound as a primitive of `xla_amp.jax.contraction_primitives` if the policy says ``low``
+``contraction``    bound as a primitive of `xla_amp.jax.low_primitives` if the policy says ``low``
 ``data_movement``  returns elements of its first operand unchanged: a cast commutes with it
 ``independent``    does not combine its operands: each keeps its dtype
 ``clear``          compares or selects: no tensor is rounded for it, and numbers adopt the dtype of the others

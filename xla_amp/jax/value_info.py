@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xla_amp.analysis import beside_low
 from xla_amp.common.types import Cast
 from xla_amp.jax import compat
-from xla_amp.jax.contraction_primitives import low_copy
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
+from xla_amp.jax.low_primitives import low_copy
 from xla_amp.jax.primitives import NO_ROW, PrimitiveInfo, info
-from xla_amp.policy import beside_low
 from xla_amp.policy.cast_dtypes import cast_dtypes
 
 
@@ -40,7 +40,7 @@ class Facts(NamedTuple):
     widened: str = ""
     """The low dtype from which the program widened it; empty if it did not."""
     axes: beside_low.Axes = ()
-    """Where it varies as a weight, or as the product of one (`xla_amp.policy.beside_low`)."""
+    """Where it varies as a weight, or as the product of one (`xla_amp.analysis.beside_low`)."""
 
 
 NOTHING = Facts()

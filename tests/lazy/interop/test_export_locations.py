@@ -17,7 +17,7 @@ from xla_amp import policy, stablehlo
 from xla_amp.lazy.programs import execute
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes.autocast import as_program
-from xla_amp.stablehlo.passes.module_paths import own_path
+from xla_amp.stablehlo.scope_paths import own_path
 
 DEVICE = xla_amp.xla_device()
 

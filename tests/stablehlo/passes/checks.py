@@ -9,8 +9,8 @@ import numpy as np
 
 from xla_amp.policy import load
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes.module_paths import ModulePaths
-from xla_amp.stablehlo.passes.op_table import Classifier
+from xla_amp.stablehlo.op_table import Classifier
+from xla_amp.stablehlo.scope_paths import ModulePaths
 
 CONTRACTIONS = ("stablehlo.dot_general", "stablehlo.dot", "stablehlo.convolution", "chlo.ragged_dot")
 

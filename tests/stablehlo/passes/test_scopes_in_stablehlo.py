@@ -13,7 +13,7 @@ from xla_amp.common import events
 from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.jax import autocast as jax_autocast
 from xla_amp.stablehlo import autocast, ir
-from xla_amp.stablehlo.passes.module_paths import own_path
+from xla_amp.stablehlo.scope_paths import own_path
 
 X = jnp.full((8, 8), 0.1)
 

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 
 from xla_amp.jax import compat, override_scope
-from xla_amp.jax.contraction_primitives import low_copy
+from xla_amp.jax.analysis.jaxprs import contracted_arguments
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
 from xla_amp.jax.interpreter import HigherOrderCall, Interpreter
-from xla_amp.jax.jaxpr_analysis import contracted_arguments
+from xla_amp.jax.low_primitives import low_copy
 from xla_amp.jax.value_info import Facts, Value, arguments, arrays_of, inside
 from xla_amp.policy import effects
 from xla_amp.policy.effects import Remembered

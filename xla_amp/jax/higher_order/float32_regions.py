@@ -18,8 +18,8 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from xla_amp.jax import compat
+from xla_amp.jax.analysis.jaxprs import Node, nodes, per_jaxpr
 from xla_amp.jax.decisions import decide
-from xla_amp.jax.jaxpr_analysis import Node, nodes, per_jaxpr
 from xla_amp.jax.primitives import info, name_of
 from xla_amp.policy import Policy, effects, op_catalog
 from xla_amp.policy.effects import Remembered

@@ -14,12 +14,12 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from xla_amp.jax import compat, rebind
-from xla_amp.jax.contraction_primitives import original_call
+from xla_amp.jax.analysis.jaxprs import selecting_outputs
 from xla_amp.jax.decisions import F32
 from xla_amp.jax.higher_order.common import cast, evaluate_rule, low_copies, retrace
 from xla_amp.jax.higher_order.loops import scan, while_loop
 from xla_amp.jax.interpreter import HigherOrderCall, HigherOrderRules
-from xla_amp.jax.jaxpr_analysis import selecting_outputs
+from xla_amp.jax.low_primitives import original_call
 from xla_amp.jax.value_info import Value, arguments, arrays_of
 
 

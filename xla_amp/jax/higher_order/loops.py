@@ -15,12 +15,12 @@ import jax
 from jax.extend.core import mapped_aval
 
 from xla_amp.jax import compat, interpreter, rebind
-from xla_amp.jax.analyses.exact_reads import exact_results_of_body
-from xla_amp.jax.analyses.loop_ends import ends_by_floats
+from xla_amp.jax.analysis.exact_reads import exact_results_of_body
+from xla_amp.jax.analysis.jaxprs import has_backward, residual_carries
+from xla_amp.jax.analysis.solver_loops import ends_by_floats
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
 from xla_amp.jax.higher_order.common import cast, low_copies, retrace, with_low_copies
 from xla_amp.jax.interpreter import HigherOrderCall
-from xla_amp.jax.jaxpr_analysis import has_backward, residual_carries
 from xla_amp.jax.value_info import Value, arguments, arrays_of, inside
 from xla_amp.policy import effects, op_catalog
 from xla_amp.policy.policy import ENDS_BY_FLOATS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from xla_amp.common import bytecode
+from xla_amp.lazy.capture import bytecode
 from xla_amp.lazy.capture.values import NotReplayableError
 
 _MOST: Final = 1000

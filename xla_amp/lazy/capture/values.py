@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from xla_amp.common import bytecode
+from xla_amp.lazy.capture import bytecode
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.torch_common.trees import tree_leaves

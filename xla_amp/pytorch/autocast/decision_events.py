@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from xla_amp.common import costs, events
+from xla_amp.analysis import costs
+from xla_amp.common import events
 from xla_amp.common.types import Cast
 from xla_amp.policy import Decision, Policy
 from xla_amp.pytorch.autocast import casting

@@ -14,15 +14,16 @@ from xla_amp.errors import ModuleError, TargetError
 from xla_amp.policy import DEFAULT, PolicyLike, effects, resolve
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import io, ir
-from xla_amp.stablehlo.passes import composites
+from xla_amp.stablehlo.conversion_report import Achieved, ConversionReport, emit_events
+from xla_amp.stablehlo.op_table import Classifier
+from xla_amp.stablehlo.passes import composite_calls
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, CastNode
 from xla_amp.stablehlo.passes.clone_functions import clone_for_calls, merge_identical
-from xla_amp.stablehlo.passes.module_paths import ModulePaths, has_names
-from xla_amp.stablehlo.passes.op_table import Classifier
+from xla_amp.stablehlo.passes.decided import decisions
 from xla_amp.stablehlo.passes.propagation import Propagation
-from xla_amp.stablehlo.passes.report import Achieved, ConversionReport, decisions, emit_events
 from xla_amp.stablehlo.passes.rewriter import Rewriter, fold_casts
 from xla_amp.stablehlo.program import Program, parse
+from xla_amp.stablehlo.scope_paths import ModulePaths, has_names
 
 _ELEMENTS: Final[Mapping[LowDtype, str]] = {"bfloat16": "bf16", "float16": "f16"}
 
@@ -160,11 +161,11 @@ def convert(
     array_dtype = ir.numpy_dtype(_ELEMENTS[low])
     mlir = ir.mlir()
     with copied.context, mlir.Location.unknown():
-        composites.call_decompositions(copied, policy)
+        composite_calls.call_decompositions(copied, policy)
         copies = clone_for_calls(copied, per_path=policy.by_module)
         paths = ModulePaths(copied)
         classifier = Classifier(policy, paths)
-        classifier.composites = composites.mark(copied, policy, paths, copies)
+        classifier.composites = composite_calls.mark(copied, policy, paths, copies)
         graph = CastGraph(copied, classifier, _ELEMENTS[low])
         propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=keep)
         if look is not None:
@@ -174,7 +175,7 @@ def convert(
         rewriter = Rewriter(graph, propagation, array_dtype)
         rewriter.run()
         if classifier.composites:
-            composites.remove(copied)
+            composite_calls.remove(copied)
         folded += fold_casts(copied)
         merge_identical(copied, copies)
     ir.verify(copied)

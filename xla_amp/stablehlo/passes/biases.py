@@ -1,6 +1,6 @@
 """Which operands of an addition are biases of products: arguments or constants along a product's feature axes.
 
-`xla_amp.policy.beside_low` has the rule; this file follows weights and products through the graph.
+`xla_amp.analysis.beside_low` has the rule; this file follows weights and products through the graph.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from xla_amp.policy import beside_low
-from xla_amp.policy.beside_low import Axes, Shape
-from xla_amp.policy.value_graph import settled
-from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes import sizes
+from xla_amp.analysis import beside_low
+from xla_amp.analysis.beside_low import Axes, Shape
+from xla_amp.analysis.value_graph import settled
+from xla_amp.stablehlo import ir, sizes
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, CastNode
 
 

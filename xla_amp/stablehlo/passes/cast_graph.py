@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from xla_amp.stablehlo import ir, surgery
-from xla_amp.stablehlo.passes import composites, loop_ends
-from xla_amp.stablehlo.passes.op_table import Classifier, Colour, OpClass, Structure
+from xla_amp.stablehlo import composite_marks, ir, surgery
+from xla_amp.stablehlo.op_table import Classifier, Colour, OpClass, Structure
+from xla_amp.stablehlo.passes import float32_loops
 
 
 class OpOperand(NamedTuple):
@@ -53,7 +53,7 @@ class CastNode:
         self.opaque = False
         """Whether its types are fixed by code outside of the module."""
         self.in_loop = False
-        """Whether it is in a loop that would not end if it were low (`loop_ends`)."""
+        """Whether it is in a loop that would not end if it were low (`float32_loops`)."""
         self.in_opaque = False
         """Whether it is in a region that does not change."""
         self.narrows = False
@@ -107,7 +107,7 @@ class CastGraph:
         self.exact: set[int] = set()
         """Slots that the original program widened from the low dtype."""
         self.slot_of: dict[Any, int] = {}
-        self._leaders = composites.leaders(module) if classifier.composites else {}
+        self._leaders = composite_marks.leaders(module) if classifier.composites else {}
         self._index: dict[CastNode, int] = {}
         self._kinds: dict[Any, str] = {}
         self._functions: dict[str, _Function] = {}
@@ -147,7 +147,7 @@ class CastGraph:
             self._name = name
             block = surgery.block_of(function.operation)
             self._join_terminator(self._block(block), function.results)
-        kept = loop_ends.kept_values(self._module, self.classifier)
+        kept = float32_loops.kept_values(self._module, self.classifier)
         for node in self.nodes if kept else ():
             defined = node.operation.results if node.index is None else node.writes
             node.in_loop = not kept.isdisjoint(defined)
@@ -241,7 +241,7 @@ class CastGraph:
         # The caller handles the terminator.
         for operation in surgery.body(block):
             op_class = self.classifier.classify(operation)
-            marked = composites.mark_of(operation) if self._leaders else None
+            marked = composite_marks.mark_of(operation) if self._leaders else None
             if marked is not None and marked.is_edge and marked.number in self._leaders:
                 self._leave(operation, op_class, self._leaders[marked.number])
             else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from xla_amp.stablehlo import ir, surgery
-from xla_amp.stablehlo.passes.module_paths import calls
+from xla_amp.stablehlo.scope_paths import calls
 
 SMALL: Final = 32
 """Largest number of operations in a function that is cloned for each call: bounds the growth of the module."""

@@ -7,7 +7,7 @@ The phases, each linear in the size of the graph:
 3. a contraction that only exact operations (comparisons, roundings) and the caller read, also behind clear ones, gives
    float32 directly from its accumulator;
 4. infer and clear operations between two allow operations become low, if every operand is low, a number that fits, or
-   the bias of a product (`xla_amp.policy.beside_low`);
+   the bias of a product (`xla_amp.analysis.beside_low`);
 5. clear operations whose users all read low become low: the cast moves before them and no value changes;
 6. a contraction whose result no further contraction depends on (a weight gradient, the program's result) gives
    float32 directly from its accumulator, unless an operation reads it low;
@@ -25,9 +25,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from xla_amp.policy import beside_low
+from xla_amp.analysis import beside_low
+from xla_amp.analysis.value_graph import cycles, reached, settled
 from xla_amp.policy.policy import ENDS_BY_FLOATS
-from xla_amp.policy.value_graph import cycles, reached, settled
 from xla_amp.stablehlo import constants
 from xla_amp.stablehlo.passes.biases import biases
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, CastNode

@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal, TypeAlias
 
-from xla_amp.common import costs, units
+from xla_amp.analysis import costs
+from xla_amp.common import units
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.tables import Cell, Table
 from xla_amp.policy import BUILTIN, load

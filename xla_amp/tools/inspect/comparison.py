@@ -20,8 +20,7 @@ import numpy as np
 from xla_amp.common import progress, units
 from xla_amp.common.tables import Table
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import execution, ir, samples
-from xla_amp.stablehlo.passes import sizes
+from xla_amp.stablehlo import execution, ir, samples, sizes
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.tools.explain.page import Page, Report, Section
 from xla_amp.tools.inspect import inspection

@@ -6,7 +6,7 @@ import dataclasses
 
 from xla_amp.common import units
 from xla_amp.stablehlo import locations
-from xla_amp.stablehlo.passes.report import ConversionReport, OperationDecision
+from xla_amp.stablehlo.conversion_report import ConversionReport, OperationDecision
 from xla_amp.tools.explain import operations
 from xla_amp.tools.explain.operations import Operation
 from xla_amp.tools.explain.page import Page

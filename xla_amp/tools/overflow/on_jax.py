@@ -22,7 +22,7 @@ from xla_amp.common import progress
 from xla_amp.common.events import Place
 from xla_amp.errors import StepError
 from xla_amp.jax import compat, modules, rebind
-from xla_amp.jax.contraction_primitives import original_call
+from xla_amp.jax.low_primitives import original_call
 from xla_amp.jax.primitives import info
 from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer, ProducerOperand, produced
 

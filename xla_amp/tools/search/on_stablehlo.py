@@ -17,11 +17,11 @@ from xla_amp.common.types import LowDtype
 from xla_amp.errors import TargetError
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import samples
+from xla_amp.stablehlo.conversion_report import Achieved
 from xla_amp.stablehlo.passes.autocast import Converted, convert
 from xla_amp.stablehlo.passes.cast_graph import CastNode
-from xla_amp.stablehlo.passes.module_paths import own_path
-from xla_amp.stablehlo.passes.report import Achieved
 from xla_amp.stablehlo.program import Program
+from xla_amp.stablehlo.scope_paths import own_path
 from xla_amp.tools.inspect import comparison
 from xla_amp.tools.search import Candidate, Found, Plan, SearchProgram, search
 

@@ -1,4 +1,4 @@
-"""Which loops end when floats that they compute have become small (`xla_amp.policy.loop_ends`): they stay float32."""
+"""Which loops end when floats that they compute have become small (`xla_amp.analysis.loop_graph`) stay float32."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from xla_amp.policy.loop_ends import LoopGraph
+from xla_amp.analysis.loop_graph import LoopGraph
 from xla_amp.stablehlo import ir, surgery
-from xla_amp.stablehlo.passes.op_table import Classifier
+from xla_amp.stablehlo.op_table import Classifier
 
 
 def kept_values(module: Any, classifier: Classifier) -> set[Any]:

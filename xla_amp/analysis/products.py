@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-from xla_amp.common import costs
-from xla_amp.policy.beside_low import Axes, Shape
+from xla_amp.analysis import costs
+from xla_amp.analysis.beside_low import Axes, Shape
 
 _FEW: Final = 4
 """Terms of a sum for which matrix units gain nothing: rotations, cameras, grids of coordinates, colour matrices."""
@@ -82,7 +82,7 @@ class Contraction(NamedTuple):
         return "bmm" if self.batch else ""
 
     def axes(self, weights: tuple[bool, bool]) -> Axes:
-        """The axes of the result along which a bias varies (`xla_amp.policy.beside_low`).
+        """The axes of the result along which a bias varies (`xla_amp.analysis.beside_low`).
 
         `weights`: which of the operands are weights.
         """

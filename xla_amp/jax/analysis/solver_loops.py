@@ -1,4 +1,4 @@
-"""Which ``while`` loops end when floats that they compute have become small (`xla_amp.policy.loop_ends`)."""
+"""Which ``while`` loops end when floats that they compute have become small (`xla_amp.analysis.loop_graph`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from xla_amp.analysis.loop_graph import LoopGraph
 from xla_amp.jax import compat
-from xla_amp.jax.jaxpr_analysis import Node, inside_of, nodes, per_jaxpr, runs_low
+from xla_amp.jax.analysis.jaxprs import Node, inside_of, nodes, per_jaxpr, runs_low
 from xla_amp.policy import Policy
-from xla_amp.policy.loop_ends import LoopGraph
 
 
 def ends_by_floats(eqn: Any, policy: Policy) -> bool:

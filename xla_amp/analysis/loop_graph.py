@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from xla_amp.policy.value_graph import reached
+from xla_amp.analysis.value_graph import reached
 
 _Value = TypeVar("_Value", bound=Hashable)
 

@@ -19,10 +19,9 @@ from xla_amp.errors import PolicyError
 from xla_amp.policy.cast_dtypes import cast_dtypes
 from xla_amp.policy.op_catalog import WHILE_LOOP, meanings, same_as
 from xla_amp.policy.policy import Decision, Match, Policy
-from xla_amp.stablehlo import constants, ir, locations
-from xla_amp.stablehlo.passes import sizes
-from xla_amp.stablehlo.passes.composites import CompositeMark, mark_of
-from xla_amp.stablehlo.passes.module_paths import ModulePaths
+from xla_amp.stablehlo import constants, ir, locations, sizes
+from xla_amp.stablehlo.composite_marks import CompositeMark, mark_of
+from xla_amp.stablehlo.scope_paths import ModulePaths
 
 Colour: TypeAlias = Literal["allow", "widest", "infer", "clear", "deny"]
 """``allow``  runs in the low dtype
@@ -144,7 +143,7 @@ class Classifier:
         self.policy = policy
         self.paths = paths
         self.composites = False
-        """Whether operations are marked as parts of others (`composites.mark`)."""
+        """Whether operations are marked as parts of others (`composite_marks`)."""
         self._cache: dict[tuple[str, str | None], OpClass] = {}
         self._marked: dict[tuple[CompositeMark, str], OpClass] = {}
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xla_amp.policy import beside_low
+from xla_amp.analysis import beside_low
 
 
 @pytest.mark.parametrize("low", ["bfloat16", "float16"])

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from xla_amp.common import events, units
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.public_names import Left
 from xla_amp.common.types import LowDtype
-from xla_amp.stablehlo import ir, locations
-from xla_amp.stablehlo.passes import sizes
-from xla_amp.stablehlo.passes.cast_graph import CastNode
-from xla_amp.stablehlo.passes.module_paths import ModulePaths
-from xla_amp.stablehlo.passes.op_table import Colour
-from xla_amp.stablehlo.passes.propagation import Propagation
+from xla_amp.stablehlo.op_table import Colour
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,66 +91,6 @@ class ConversionReport(Left):
         from xla_amp.tools.inspect import conversion
 
         return conversion.page(self).text()
-
-
-def decisions(
-    propagation: Propagation, policy: str, low: LowDtype, copies: Mapping[str, str], paths: ModulePaths
-) -> Iterable[OperationDecision]:
-    """The decisions, taken before the module changes.
-
-    `copies`: name of a cloned function -> name of the original.
-    """
-    for node in propagation.nodes:
-        if node.op_class is None and not node.boundary:
-            continue  # argument or result of a called function: reported with the callers' operations
-        if node.structure == "constant" or node.in_opaque:
-            continue
-        function = copies.get(node.function, node.function)
-        yield _decision(propagation, node, policy, low, function, paths.of(node.operation, node.function))
-
-
-def _decision(
-    propagation: Propagation, node: CastNode, policy: str, low: LowDtype, function: str, path: str
-) -> OperationDecision:
-    op_class = node.op_class
-    decision = op_class.decision if op_class else None
-    name = op_class.name if op_class else ("argument" if node.writes else "result")
-    gives = [propagation.is_low(slot) for slot in node.outputs] or [node.low]
-    why = node.why or "the signature is kept"
-    after: str = low if node.low and not node.of_first else "float32"
-    kept, overruled = _kept(node, low), bool(node.keep_reason) and node.colour == "allow"
-    given, made = ((), ()) if node.index is not None else sizes.shapes(node.operation)
-    return OperationDecision(
-        operation=name if node.index is None else f"{name}#{node.index}",
-        function=function,
-        module=path,
-        location=locations.of(node.operation).text,
-        colour=node.colour,
-        given=kept or ("float32",),
-        used=kept or (after,),
-        result=(low if (gives[0] if node.inside else all(gives)) else "float32",),
-        why=why,
-        cast=decision.cast if decision and not overruled else "keep",
-        layer=decision.layer if decision else "builtin",
-        policy=policy,
-        front="stablehlo",
-        product=node.structure == "contraction",
-        aten=decision.operation if decision else "",
-        origin=decision.origin if decision and not overruled else "",
-        shapes=given,
-        result_shapes=made,
-        flops=sizes.flops(node.operation) if node.structure == "contraction" else None,
-        bytes=sizes.bytes_moved(node.operation) if node.index is None else 0,
-    )
-
-
-def _kept(node: CastNode, low: LowDtype) -> tuple[str, ...]:
-    """dtypes of a product's operands if the pass casts none of them: neither float32 nor the low dtype; else empty."""
-    if node.structure != "contraction":
-        return ()
-    kinds = [ir.tensor_type(operand.type) for operand in list(node.operation.operands)[:2]]
-    names = tuple(dict.fromkeys(ir.dtype_name(kind.element) for kind in kinds if kind))
-    return () if {"float32", low} & {*names} else names
 
 
 def emit_events(report: ConversionReport) -> None:

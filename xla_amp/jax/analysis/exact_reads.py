@@ -14,9 +14,9 @@ from typing import Any, Final, NamedTuple
 
 import jax.numpy as jnp
 
+from xla_amp.analysis.value_graph import reached
 from xla_amp.jax import compat
-from xla_amp.jax.jaxpr_analysis import Inside, inside_of, nodes, per_jaxpr
-from xla_amp.policy.value_graph import reached
+from xla_amp.jax.analysis.jaxprs import Inside, inside_of, nodes, per_jaxpr
 
 
 class _Reads(NamedTuple):

@@ -7,7 +7,7 @@ by a ``stablehlo.composite`` (``aten.softmax``), which becomes a call of its dec
 A rule decides the parts as torch's kernel does it: what enters is cast, the parts run in float32, the result is cast.
 For that, a conversion without effect is put at each edge; the pass colours it by the rule, and `remove` takes it away.
 If the rule's result depends on what enters (``fp32_inside``, ``promote``, ``keep``), nothing is cast at the entry, and
-`leaders` says which values decide about the result.
+`composite_marks.leaders` says which values decide about the result.
 """
 
 from __future__ import annotations
@@ -15,53 +15,20 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from xla_amp.common.types import Cast
 from xla_amp.policy import Policy, op_catalog
 from xla_amp.policy.policy import decided_as_a_whole
 from xla_amp.stablehlo import ir, locations, surgery
-from xla_amp.stablehlo.passes.module_paths import ModulePaths
-
-MARK: Final = "amp.part"
-"""Attribute of a part or an edge: ``part <operation> <number of the group> <path>``, or ``edge ...``."""
+from xla_amp.stablehlo.composite_marks import LEADS, MARK, mark_of
+from xla_amp.stablehlo.scope_paths import ModulePaths
 
 _MEANS: Final = "amp.means"
 """Attribute of the decomposition of a composite: the operation."""
 _NUMBERED: Final = re.compile(r"([._]\d+)+$")
-_LEADS: Final = "amp.leads"
-"""Attribute of a part: indices of its operands that decide about the dtype of the group's results."""
 _BY_OPERANDS: Final = ("fp32_inside", "promote", "keep")
 """Casts whose result has the dtype of operands: of the main one (the largest), or the widest of all."""
-
-
-class CompositeMark(NamedTuple):
-    """What `MARK` says."""
-
-    is_edge: bool
-    operation: str
-    number: int
-    """Of the group."""
-    path: str
-
-
-def mark_of(operation: Any) -> CompositeMark | None:
-    """The mark of an operation, or None."""
-    if MARK not in operation.attributes:
-        return None
-    kind, name, number, path = operation.attributes[MARK].value.split(" ", 3)
-    return CompositeMark(kind == "edge", name, int(number), path)
-
-
-def leaders(module: Any) -> dict[int, list[Any]]:
-    """Number of a group -> the values that decide about the dtype of its results."""
-    found: dict[int, list[Any]] = {}
-    for operation in ir.operations(module.operation):
-        if _LEADS in operation.attributes:
-            marked = mark_of(operation)
-            values = [operation.operands[index] for index in operation.attributes[_LEADS]]
-            found.setdefault(marked.number if marked else 0, []).extend(values)
-    return found
 
 
 def call_decompositions(module: Any, policy: Policy) -> None:
@@ -113,8 +80,8 @@ def remove(module: Any) -> None:
             operation.erase()
         else:
             del operation.attributes[MARK]
-            if _LEADS in operation.attributes:
-                del operation.attributes[_LEADS]
+            if LEADS in operation.attributes:
+                del operation.attributes[LEADS]
 
 
 def _groups(function: Any, ruled: frozenset[str], copies: Mapping[str, str]) -> Iterator[tuple[str, list[Any]]]:
@@ -194,8 +161,8 @@ def _mark(text: str, parts: Sequence[Any], cast: Cast, *, statistics: bool) -> N
         for value, reads in entering.items():
             if cast != "fp32_inside" or value == main:
                 part, index = reads[0]
-                before = [*part.attributes[_LEADS]] if _LEADS in part.attributes else []
-                part.attributes[_LEADS] = mlir.DenseI64ArrayAttr.get([*before, index])
+                before = [*part.attributes[LEADS]] if LEADS in part.attributes else []
+                part.attributes[LEADS] = mlir.DenseI64ArrayAttr.get([*before, index])
     else:
         for value, reads in entering.items():
             entered = edge(value, mlir.InsertionPoint(reads[0][0]), reads[0][0].location)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
+from xla_amp.analysis.products import Contraction
 from xla_amp.common import compiling, units
-from xla_amp.policy.contractions import Contraction
 from xla_amp.stablehlo import ir
 
 _PRECISION: Final = ("algorithm", "precision_config")

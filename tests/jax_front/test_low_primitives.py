@@ -10,7 +10,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from xla_amp.jax import autocast
-from xla_amp.jax.contraction_primitives import contract_low, low_copy
+from xla_amp.jax.low_primitives import contract_low, low_copy
 
 BF16 = jnp.dtype(jnp.bfloat16)
 

@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple, TypeVar, TypeVarTuple, Unpack
 import numpy as np
 
 from xla_amp.jax import compat, rebind
-from xla_amp.jax.contraction_primitives import described
 from xla_amp.jax.decisions import asked_precision, decide, dtype_of
+from xla_amp.jax.low_primitives import described
 from xla_amp.jax.primitives import PrimitiveInfo, info, name_of
 from xla_amp.policy import Policy
 
