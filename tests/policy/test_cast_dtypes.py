@@ -1,4 +1,4 @@
-"""The meaning of a cast beyond torch's kernels, with which test_native_dispatch.py compares it."""
+"""The meaning of a cast beyond torch's kernels, with which test_kernels.py compares it."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def test_names_of_stablehlo_operations_exist():
 
 
 # The installed torch: names that it registers, and casts of its header.  What the CPU's kernels do is in
-# tests/pytorch/autocast/test_native_dispatch.py.
+# tests/pytorch/autocast/test_kernels.py.
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
@@ -297,7 +297,7 @@ def test_torch_has_the_names_of_the_catalogue_in_the_versions_that_it_says():
 
 def test_names_that_only_torch_knows():
     """The PyTorch front adds them: such a name takes a rule, its in-place form does not."""
-    importlib.import_module("xla_amp.pytorch.autocast.xla_dispatch")
+    importlib.import_module("xla_amp.pytorch.autocast.kernels")
     assert matching("special_airy_ai") == ("special_airy_ai",)
     assert matching("add_") == ()
     assert matching("topk") == ("topk",), "topk.values is an out= form"

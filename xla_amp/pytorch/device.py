@@ -8,7 +8,7 @@ import torch
 
 from xla_amp.engines import devices
 from xla_amp.errors import DeviceError
-from xla_amp.pytorch.autocast import xla_dispatch
+from xla_amp.pytorch.autocast import kernels
 from xla_amp.torch_common import backward_threads
 
 
@@ -22,7 +22,7 @@ def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device
     Raises:
         DeviceError: no such device.
     """
-    xla_dispatch.make_ready()
+    kernels.make_ready()
     device = devices.engine().device()
     backward_threads.make_possible(device)
     if n not in (None, device.index or 0):

@@ -42,7 +42,7 @@ def promoted(*dtypes: torch.dtype) -> Call:
     return lambda x: torch.cat([x.to(dtype) for dtype in dtypes]) + 0 * torch.stack([x.to(d) for d in dtypes]).sum()
 
 
-# What each row of the tables does is in test_table_rows.py and, on the CPU, in test_native_dispatch.py.
+# What each row of the tables does is in test_table_rows.py and, on the CPU, in test_kernels.py.
 ROWS: list[tuple[str, dict[str, str], str, Call, torch.dtype]] = [
     # low
     ("tpu", {}, "mm of both", lambda x: torch.mm(x.to(LOW), x), LOW),

@@ -134,7 +134,7 @@ def thread_begins() -> None:
 def step_begins() -> None:
     """Flushes if an optimizer step was recorded since the last flush."""
     with trace.lock:
-        step = _step()
+        step = trace.step or _step()
         armed = step.armed is trace.generation
         step.armed = None
         if armed and not step.paused:

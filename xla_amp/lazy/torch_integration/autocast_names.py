@@ -28,6 +28,7 @@ from xla_amp.torch_common import dynamo
 
 NAMES = (DEVICE_TYPE, "xla")
 """What `torch.autocast` calls the lazy device."""
+_OTHER_NAME = dict(zip(NAMES, reversed(NAMES), strict=True))
 
 
 def set_low_dtype() -> None:
@@ -54,39 +55,43 @@ def keep_signature() -> None:
     new.__signature__ = inspect.signature(torch.autocast.__init__)
 
 
-def enter(original: Callable[..., Any], self: Any) -> Any:
+def entering(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Both names get the state of the one that it has; a region of another device is watched."""
-    result = original(self)
-    if self.device in NAMES:
-        _share_state(self.device)
-        _open.regions.clear()  # in a region of another device, what follows is cast
-    elif (torch.is_autocast_enabled(self.device) or getattr(self, "_xla_amp_asked", False)) and not _is_on():
-        frame = events.user_frame(events.LIBRARIES)
-        line = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<unknown>", 0)
-        if line not in _told and threading.current_thread() is threading.main_thread():
-            _open.regions.append(_Region(self, line, trace.generation, Position.now()))
-    return result
+
+    def enter(self: Any) -> Any:
+        result = original(self)
+        if (other := _OTHER_NAME.get(self.device)) is not None:
+            torch.set_autocast_enabled(other, torch.is_autocast_enabled(self.device))
+            torch.set_autocast_dtype(other, torch.get_autocast_dtype(self.device))
+            _open.regions.clear()  # in a region of another device, what follows is cast
+        elif (torch.is_autocast_enabled(self.device) or getattr(self, "_xla_amp_asked", False)) and not _is_on():
+            frame = events.user_frame(events.LIBRARIES)
+            line = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<unknown>", 0)
+            if line not in _told and threading.current_thread() is threading.main_thread():
+                _open.regions.append(_Region(self, line, trace.generation, Position.now()))
+        return result
+
+    return enter
 
 
-def leave(original: Callable[..., Any], self: Any, *error: Any) -> Any:
+def leaving(original: Callable[..., Any]) -> Callable[..., Any]:
     """Both names get the state of the one that it has; warns of a region of another device."""
-    result = original(self, *error)
-    if self.device in NAMES:
-        _share_state(self.device)
-    if _open.regions and any(region.owner is self for region in _open.regions):
-        _look()
-        _open.regions[:] = [region for region in _open.regions if region.owner is not self]
-    return result
+
+    def leave(self: Any, *error: Any) -> Any:
+        result = original(self, *error)
+        if (other := _OTHER_NAME.get(self.device)) is not None:
+            torch.set_autocast_enabled(other, torch.is_autocast_enabled(self.device))
+            torch.set_autocast_dtype(other, torch.get_autocast_dtype(self.device))
+        if _open.regions and any(region.owner is self for region in _open.regions):
+            _look()
+            _open.regions[:] = [region for region in _open.regions if region.owner is not self]
+        return result
+
+    return leave
 
 
 def _is_on() -> bool:
     return torch.is_autocast_enabled(DEVICE_TYPE)
-
-
-def _share_state(device: str) -> None:
-    for name in NAMES:
-        torch.set_autocast_enabled(name, torch.is_autocast_enabled(device))
-        torch.set_autocast_dtype(name, torch.get_autocast_dtype(device))
 
 
 @dataclasses.dataclass(frozen=True)

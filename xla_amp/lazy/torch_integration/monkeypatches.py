@@ -44,6 +44,8 @@ class PatchGroup:
     reason: str
     replace: Callable[..., Any] | None = None
     """What the attributes do, called with the old one and the arguments."""
+    make: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    """In its place, for what a step calls often: returns what the attributes do, from the old one."""
     install: Callable[[], None] | None = None
     """Where they are no functions, or differ."""
 
@@ -52,23 +54,30 @@ def install() -> None:
     """Installs every patch of the table, and where checkpoints are loaded to, unless `import torch` has done it."""
     torch_registration.register_location(_started)
     for patch in PATCHES:
-        if patch.replace is not None:
-            for name in patch.names:
+        for name in patch.names:
+            if patch.replace is not None:
                 _replace(name, patch.replace)
+            elif patch.make is not None:
+                _put(name, patch.make)
         if patch.install is not None:
             patch.install()
 
 
 def _replace(name: str, replace: Callable[..., Any]) -> None:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return replace(original, *args, **kwargs)
+
+        return replaced
+
+    _put(name, make)
+
+
+def _put(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     path, _, attribute = name.rpartition(".")
     owner = pkgutil.resolve_name(path)
     original = getattr(owner, attribute)
-
-    @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return replace(original, *args, **kwargs)
-
-    setattr(owner, attribute, dynamo.skip(replaced))
+    setattr(owner, attribute, dynamo.skip(functools.update_wrapper(make(original), original)))
 
 
 def _started() -> None:
@@ -383,10 +392,10 @@ PATCHES = (
         names=("torch.autocast.__enter__",),
         reason="torch.autocast('xla'), as programs for torch_xla write it, would cast nothing; nor do regions of "
         "'cpu' and 'cuda', which are warned of.",
-        replace=autocast_names.enter,
+        make=autocast_names.entering,
         install=autocast_names.set_low_dtype,
     ),
-    PatchGroup(names=("torch.autocast.__exit__",), reason="As above.", replace=autocast_names.leave),
+    PatchGroup(names=("torch.autocast.__exit__",), reason="As above.", make=autocast_names.leaving),
     PatchGroup(
         names=("torch.autocast.__new__",),
         reason="torch.autocast('cuda') without a GPU forgets that the script asked for it.",

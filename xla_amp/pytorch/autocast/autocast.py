@@ -1,8 +1,7 @@
 """`autocast`: context manager and decorator whose operations run in the dtypes of a policy.
 
 Each entry opens a new `torch.autocast`, which sets torch's per-thread state, so nesting, `torch.is_autocast_enabled`
-and export behave as usual.  On an XLA device the entry also sets the policy that the autocast kernels follow
-(`xla_amp.pytorch.autocast.xla_dispatch`).
+and export behave as usual.  The entry also sets the rules that our kernels follow (`xla_amp.pytorch.autocast.kernels`).
 
 Open entries are kept on a stack per thread, never on the `autocast` object.  The object can therefore be entered again
 while it is open, used by several threads, and decorate a recursive function.
@@ -34,8 +33,8 @@ from xla_amp.policy import Policy, effects, regions
 from xla_amp.policy.load import default_name
 from xla_amp.policy.policy import MEASURED
 from xla_amp.policy.resolve import overrides, rule_items
-from xla_amp.pytorch.autocast import native_dispatch
-from xla_amp.pytorch.autocast import recomputation as recomputation
+from xla_amp.pytorch.autocast import kernels
+from xla_amp.pytorch.autocast import scopes as scopes
 from xla_amp.torch_common import dynamo
 
 _SUSPENDED = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -249,7 +248,7 @@ def _resolve(
     effective: Policy | None
     if engine is None:
         _check_native(device, dtype, enabled)
-        effective = native_dispatch.rules(device, policy, own)
+        effective = kernels.rules(device, policy, own)
     else:
         if not (engine.is_started() or (enabled and has_rules)):
             if enabled and dtype is not None:
@@ -314,15 +313,18 @@ def _enter(owner: autocast, resolved: _Resolved) -> None:
     ours = resolved.region if rules is None or resolved.region is not None else _region(rules, low, owner.enabled)
     token = None if ours is None else regions.push(device, ours)
     entry = _Entry(owner, region, rules, token, None)
-    depth = _depth()
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
     try:
         if owner.enabled and resolved.engine is None:
             entry.hook = _drop_casts_after_steps()
         region.__enter__()
     except BaseException:  # torch leaves its state half set
-        while _depth() > depth:
+        while torch.autocast_increment_nesting() > depth:
             torch.autocast_decrement_nesting()
+            torch.autocast_decrement_nesting()
+        torch.autocast_decrement_nesting()
         torch.set_autocast_enabled(device, before[0])
         torch.set_autocast_dtype(device, before[1])
         torch.set_autocast_cache_enabled(before[2])
@@ -469,12 +471,6 @@ def _check(given: Any, dtype: Any, enabled: Any, cache_enabled: Any, rules: Any,
     if enabled and dtype is not None:
         _check_dtype(device_type, dtype)
     return bool(enabled)
-
-
-def _depth() -> int:
-    """How many regions are open in this thread."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
 
 
 def _check_native(device_type: str, dtype: torch.dtype | None, enabled: bool) -> None:

@@ -8,11 +8,8 @@ cast a second time.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import threading
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +22,6 @@ from xla_amp.pytorch.autocast import casting
 from xla_amp.torch_common import dynamo, module_paths
 
 Kernel = Callable[..., Any]
-Rules = Callable[[], Policy]
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -57,7 +53,7 @@ def make(
     operator: Any,
     device_type: str,
     key: str,
-    rules: Rules,
+    outside: Callable[[], Policy],
     torch_rule: tuple[Cast, bool],
     *,
     keep_kernel: bool = True,
@@ -69,7 +65,7 @@ def make(
         operator: its torch operator.
         device_type: the device type whose tensors it casts.
         key: the dispatch key that it will be installed on.
-        rules: returns the effective policy of the calling thread.
+        outside: returns the effective policy where no region of ours is open.
         torch_rule: what torch does on this key: the cast, and whether torch has a kernel for it.
         keep_kernel: the kernel that is installed now is torch's or the user's; call it where ours has nothing to do.
     """
@@ -80,6 +76,7 @@ def make(
     # Without a rule, only the parts of such an operation are recorded.
     composite = is_composite(operator)
     low = torch.get_autocast_dtype
+    current = regions.current
     layer = devices.engine().cast_layer(name) if devices.is_xla(device_type) else None
 
     def choose(policy: Policy, path: str | None) -> tuple[Decision, casting.Prepare | None]:
@@ -108,7 +105,8 @@ def make(
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal chosen
-        policy = rules()
+        region = current(device_type)
+        policy = outside() if region is None else region.policy
         path = module_paths.current() if policy.by_module else None
         seen, choices = chosen
         if policy is not seen:
@@ -188,97 +186,3 @@ def present_kernel(operator: Any, device_type: str, key: str) -> Kernel:
     It stays the same when our kernel is installed later.
     """
     return _default_kernel(casting.operands(operator), device_type, as_key(key), "keep", True)
-
-
-def region_rules(device_type: str, without_region: Callable[[], Policy]) -> Rules:
-    """Returns the policy of the innermost region of `device_type`, or else of `without_region`."""
-    current = regions.current
-
-    def rules() -> Policy:
-        region = current(device_type)
-        return region.policy if region is not None else without_region()
-
-    return rules
-
-
-# ---- installed kernels -----------------------------------------------------------------------------------------------
-# They are counted: installed while held, then removed without a trace in torch.  One `acquire` puts its new kernels
-# into one `torch.library.Library` for each namespace.  A library is destroyed when the last of its operations is
-# released; the dispatcher then has its earlier kernels.
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Installed:
-    """The kernel of one operation."""
-
-    library: torch.library.Library
-    holders: int = 0
-
-
-_lock = threading.RLock()
-_installed: dict[tuple[str, str], _Installed] = {}
-"""By dispatch key and operation."""
-_in_use: dict[torch.library.Library, int] = {}
-"""Number of held operations of each library."""
-
-
-def acquire(key: str, operations: Iterable[str], make: Callable[[str, Any], Kernel]) -> tuple[str, ...]:
-    """Holds kernels of the operations on the dispatch key `key`, and installs those that are missing.
-
-    Args:
-        operations: names as policies write them; names that this process has no operator for are left out.
-        make: makes the kernel of a name and its operator; called for operations without one.
-
-    Returns:
-        The operations, for `release`.
-    """
-    done: list[str] = []
-    libraries: dict[str, torch.library.Library] = {}
-    with _lock, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns once that its kernel is replaced, which is intended
-        try:
-            for name in operations:
-                kernel = _installed.get((key, name))
-                if kernel is None:
-                    found = operator(name)
-                    if found is None:
-                        continue
-                    kernel = _Installed(_install(key, name, make(name, found), libraries))
-                    _installed[key, name] = kernel
-                kernel.holders += 1
-                done.append(name)
-        except BaseException:
-            release(key, done)
-            raise
-    return tuple(done)
-
-
-def release(key: str, operations: Iterable[str]) -> None:
-    """Releases the operations that one `acquire` returned."""
-    with _lock:
-        for name in operations:
-            kernel = _installed[key, name]
-            kernel.holders -= 1
-            if kernel.holders == 0:
-                del _installed[key, name]
-                _in_use[kernel.library] -= 1
-                if _in_use[kernel.library] == 0:
-                    del _in_use[kernel.library]
-                    del kernel  # the last reference to the library, which takes its kernels back
-
-
-def is_installed(key: str, name: str) -> bool:
-    """Whether this registry has a kernel of the operation on `key` now."""
-    return (key, name) in _installed
-
-
-def _install(key: str, name: str, kernel: Kernel, libraries: dict[str, torch.library.Library]) -> torch.library.Library:
-    namespace, _, bare = name.rpartition("::")
-    library = libraries.get(namespace)
-    if library is None:
-        library = torch.library.Library(namespace or "aten", "IMPL", key)
-        libraries[namespace] = library
-        _in_use[library] = 0
-    library.impl(bare, kernel, with_keyset=True, allow_override=True)
-    _in_use[library] += 1
-    return library

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from xla_amp.policy import regions
-from xla_amp.pytorch.autocast import cast_kernel, native_dispatch, xla_dispatch
+from xla_amp.pytorch.autocast import cast_kernel, kernels
 from xla_amp.torch_common import module_paths
 
 _NOT_OPERATIONS = ("prim", "prims", "debugprims", "rngprims", "profiler", "inductor", "aoti_torch", "c10d", "symm_mem")
@@ -27,7 +27,7 @@ class OperationRecording:
     """Resources of one `start`, released by `stop`."""
 
     modules: module_paths.PathsToken
-    kernels: dict[str, native_dispatch.Release]
+    kernels: dict[str, kernels.Release]
     """By device type: what releases its kernels."""
 
 
@@ -39,9 +39,11 @@ def start() -> OperationRecording:
     """Starts a recording.  The first one of a process takes about 0.1 s, later ones about 0.03 s."""
     with _lock:
         recording = OperationRecording(module_paths.acquire(), {})
+        if not _running:
+            regions.opening.subscribe(_before_region)
         _running.append(recording)
         try:
-            for device_type in (*native_dispatch.device_types(), *xla_dispatch.in_use()):
+            for device_type in (*kernels.device_types(), *kernels.in_use()):
                 _install(recording, device_type)
         except BaseException:
             stop(recording)
@@ -53,25 +55,23 @@ def stop(recording: OperationRecording) -> None:
     """Ends a recording."""
     with _lock:
         _running.remove(recording)
+        if not _running:
+            regions.opening.unsubscribe(_before_region)
         for release in recording.kernels.values():
             release()
         module_paths.release(recording.modules)
 
 
 def _install(recording: OperationRecording, device_type: str) -> None:
-    key = {**native_dispatch.KEYS, **xla_dispatch.KEYS}[device_type]
-    recording.kernels[device_type] = native_dispatch.hold(device_type, _operations(key))
+    recording.kernels[device_type] = kernels.hold(device_type, _operations(kernels.KEYS[device_type]))
 
 
 def _before_region(device_type: str, _region: regions.Region) -> None:
-    if _running and device_type in xla_dispatch.KEYS:
+    if device_type in kernels.OF_XLA:
         with _lock:
             for recording in _running:
                 if device_type not in recording.kernels:
                     _install(recording, device_type)
-
-
-regions.opening.subscribe(_before_region)
 
 
 def _operations(key: str) -> Iterator[str]:

@@ -10,53 +10,40 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils import checkpoint
 
-from xla_amp.policy import regions
-from xla_amp.policy.resolve import OpenRules, open_rules, overriding, reopened
-from xla_amp.pytorch.autocast import native_dispatch
+from xla_amp.policy.resolve import OpenRules, open_rules, reopened
+from xla_amp.pytorch.autocast import kernels
 
 _ReentrantForward: TypeAlias = "staticmethod[..., Any]"
 
 _lock = threading.Lock()
-_open: Counter[tuple[int, ...]] = Counter()
-"""Open regions and overrides by identity."""
 _torchs: tuple[Callable[..., None], _ReentrantForward] | None = None
 """torch's own functions while they are replaced."""
 
 
-def _opens(identity: tuple[int, ...]) -> None:
+def begin() -> None:
+    """Replaces torch's functions; `scopes` calls it for the first region or override that opens."""
     global _torchs
-    with _lock:
-        _open[identity] += 1
-        if _torchs is None:
-            frame, function = checkpoint._CheckpointFrame, checkpoint.CheckpointFunction
-            _torchs = frame.__init__, function.__dict__["forward"]
-            frame.__init__ = _non_reentrant(frame.__init__)  # type: ignore[method-assign]
-            function.forward = staticmethod(_reentrant(function.forward))  # type: ignore[method-assign]
+    frame, function = checkpoint._CheckpointFrame, checkpoint.CheckpointFunction
+    _torchs = frame.__init__, function.__dict__["forward"]
+    frame.__init__ = _non_reentrant(frame.__init__)  # type: ignore[method-assign]
+    function.forward = staticmethod(_reentrant(function.forward))  # type: ignore[method-assign]
 
 
-def _closes(identity: tuple[int, ...]) -> None:
+def end() -> None:
+    """Restores them, when none is open."""
     global _torchs
-    with _lock:
-        _open[identity] -= 1
-        if _open[identity] <= 0:  # negative for an override that was opened before this module was imported
-            del _open[identity]
-        if not _open and _torchs is not None:
-            checkpoint._CheckpointFrame.__init__, checkpoint.CheckpointFunction.forward = _torchs  # type: ignore[method-assign]
-            _torchs = None
+    if _torchs is not None:
+        checkpoint._CheckpointFrame.__init__, checkpoint.CheckpointFunction.forward = _torchs  # type: ignore[method-assign]
+        _torchs = None
 
 
-regions.opening.subscribe(lambda _, region: _opens((id(region),)))
-regions.closed.subscribe(lambda _, region: _closes((id(region),)))
-overriding.subscribe(lambda layer, opens: (_opens if opens else _closes)((id(layer), threading.get_ident())))
-
-
+@functools.lru_cache(maxsize=4)
 def _non_reentrant(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def initialize(frame: Any, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -65,6 +52,7 @@ def _non_reentrant(original: Callable[..., None]) -> Callable[..., None]:
     return initialize
 
 
+@functools.lru_cache(maxsize=4)
 def _reentrant(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(ctx: Any, *args: Any) -> Any:
@@ -92,13 +80,13 @@ def _with_present_rules(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # Installing kernels takes up to 30 ms (rules for modules on a torch device), and a model has many checkpointed parts.
 # So kernels stay installed from the first of them to the end of the backward pass.
-_kept: dict[int, dict[native_dispatch.Wanted, native_dispatch.Release]] = {}
+_kept: dict[int, dict[kernels.Wanted, kernels.Release]] = {}
 """By backward pass."""
 
 
 def _keep_kernels(rules: OpenRules) -> None:
     of_pass = torch._C._current_graph_task_id()
-    wanted = native_dispatch.wanted(rules)
+    wanted = kernels.wanted(rules)
     if of_pass == -1 or not wanted:
         return
     with _lock:
@@ -111,7 +99,7 @@ def _keep_kernels(rules: OpenRules) -> None:
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_end_of_pass, of_pass))
         for each in wanted:
             if each not in kept:
-                kept[each] = native_dispatch.hold(*each)
+                kept[each] = kernels.hold(*each)
 
 
 def _end_of_pass(of_pass: int) -> None:

@@ -14,12 +14,12 @@ from harness import is_here
 import xla_amp
 from xla_amp import autocast, policy
 from xla_amp.policy import Policy, load
-from xla_amp.pytorch.autocast import native_dispatch
+from xla_amp.pytorch.autocast import kernels
 from xla_amp.tools.explain.on_pytorch import ExplainReport
 
 LOW, FULL, HALF = torch.bfloat16, torch.float32, torch.float16
 CPU = load("cpu")
-KEYS = tuple(native_dispatch.KEYS.values())
+KEYS = tuple(kernels.OF_TORCH.values())
 TABLE = sorted(filter(is_here, CPU.operations()))
 
 
