@@ -25,7 +25,7 @@ import targets
 from results import interleaved, machine
 
 from xla_amp.jax import autocast
-from xla_amp.jax.higher_order import float32_regions
+from xla_amp.jax.analysis import float32_regions
 
 
 class Block(nn.Module):

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from xla_amp.engines.base import metrics as metrics
     from xla_amp.engines.base import sync as sync
     from xla_amp.lazy.capture.compiled_step import compile as compile
-    from xla_amp.lazy.distributed.launch import launch as launch
-    from xla_amp.lazy.distributed.layouts import shard as shard
-    from xla_amp.lazy.distributed.spmd import full_tensor as full_tensor
-    from xla_amp.lazy.distributed.spmd import global_batch as global_batch
-    from xla_amp.lazy.distributed.spmd import make_mesh as make_mesh
-    from xla_amp.lazy.distributed.spmd import mark_sharding as mark_sharding
     from xla_amp.lazy.interop.export import export as export
+    from xla_amp.lazy.layouts.recipes import shard as shard
+    from xla_amp.lazy.layouts.spmd import full_tensor as full_tensor
+    from xla_amp.lazy.layouts.spmd import global_batch as global_batch
+    from xla_amp.lazy.layouts.spmd import make_mesh as make_mesh
+    from xla_amp.lazy.layouts.spmd import mark_sharding as mark_sharding
+    from xla_amp.lazy.processes.launch import launch as launch
     from xla_amp.lazy.programs.compilation_cache import compilation_cache as compilation_cache
     from xla_amp.pytorch.autocast.autocast import autocast as autocast
     from xla_amp.pytorch.autocast.custom_function import custom_bwd as custom_bwd
@@ -70,18 +70,18 @@ _PUBLIC = {
     "explain": "xla_amp.tools.explain.on_pytorch",
     "export": "xla_amp.lazy.interop.export",
     "find_overflow": "xla_amp.tools.overflow.on_pytorch",
-    "full_tensor": "xla_amp.lazy.distributed.spmd",
-    "global_batch": "xla_amp.lazy.distributed.spmd",
+    "full_tensor": "xla_amp.lazy.layouts.spmd",
+    "global_batch": "xla_amp.lazy.layouts.spmd",
     "is_autocast_available": "xla_amp.pytorch.autocast.custom_function",
-    "launch": "xla_amp.lazy.distributed.launch",
-    "make_mesh": "xla_amp.lazy.distributed.spmd",
-    "mark_sharding": "xla_amp.lazy.distributed.spmd",
+    "launch": "xla_amp.lazy.processes.launch",
+    "make_mesh": "xla_amp.lazy.layouts.spmd",
+    "mark_sharding": "xla_amp.lazy.layouts.spmd",
     "metrics": "xla_amp.engines.base",
     "monitor": "xla_amp.tools.monitor.on_pytorch",
     "pad_batch": "xla_amp.pytorch.data.buckets",
     "pad_to_bucket": "xla_amp.pytorch.data.buckets",
     "search": "xla_amp.tools.search.on_pytorch",
-    "shard": "xla_amp.lazy.distributed.layouts",
+    "shard": "xla_amp.lazy.layouts.recipes",
     "sync": "xla_amp.engines.base",
     "xla_device": "xla_amp.pytorch.device",
 }

@@ -37,6 +37,6 @@ def _start() -> None:
 
 
 def _process_group(*arguments: Any) -> Any:
-    from xla_amp.lazy.distributed import process_groups
+    from xla_amp.lazy.processes import process_groups
 
     return process_groups.make(*arguments)

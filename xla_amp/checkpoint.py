@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING
 
 from xla_amp.common import public_names as _names
-from xla_amp.lazy.distributed.checkpoint import latest as latest
-from xla_amp.lazy.distributed.checkpoint import load as load
-from xla_amp.lazy.distributed.checkpoint import save as save
-from xla_amp.lazy.distributed.checkpoint import save_async as save_async
+from xla_amp.lazy.layouts.checkpoint import latest as latest
+from xla_amp.lazy.layouts.checkpoint import load as load
+from xla_amp.lazy.layouts.checkpoint import save as save
+from xla_amp.lazy.layouts.checkpoint import save_async as save_async
 
 __all__ = ["latest", "load", "save", "save_async"]
 

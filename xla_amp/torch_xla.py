@@ -25,8 +25,8 @@ from xla_amp.common import torch_xla_names as _names
 from xla_amp.engines import base
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.capture.compiled_step import compile as _compile
-from xla_amp.lazy.distributed import launch as _launching
-from xla_amp.lazy.distributed import spmd
+from xla_amp.lazy.layouts import spmd
+from xla_amp.lazy.processes import launch as _launching
 from xla_amp.lazy.programs import mesh as _meshes
 from xla_amp.pytorch.data.loader import DeviceLoader
 from xla_amp.pytorch.distributed import xla_model

@@ -20,7 +20,7 @@ from torch import nn
 
 import xla_amp
 from xla_amp import xla_model as xm
-from xla_amp.lazy.distributed import launch
+from xla_amp.lazy.processes import launch
 
 FIRST, STEPS = 4, 8
 """The step that goes another way, and how many steps there are."""

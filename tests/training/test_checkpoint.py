@@ -18,7 +18,7 @@ import torch
 import xla_amp
 from xla_amp import checkpoint, xla_model
 from xla_amp.errors import DeviceError, FileError, MissingLibraryError, XlaAmpWarning
-from xla_amp.lazy.distributed import checkpoint as written
+from xla_amp.lazy.layouts import checkpoint as written
 
 # Orbax's threads outlive the call, it uses asyncio in ways that Python warns of, and drops tasks that failed.
 pytestmark = pytest.mark.filterwarnings(

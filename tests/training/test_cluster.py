@@ -13,8 +13,8 @@ from cluster_program import LOOPBACK
 from xla_amp.common.config import Process, Store
 from xla_amp.errors import EngineError
 from xla_amp.lazy.base import private_api
-from xla_amp.lazy.distributed import cluster
-from xla_amp.lazy.distributed.launch import _two_ports
+from xla_amp.lazy.processes import cluster
+from xla_amp.lazy.processes.launch import _two_ports
 
 PREFIXES = ("SLURM_", "OMPI_", "PMI_", "TPU_", "MEGASCALE_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "JAX_CO")
 PROGRAM = Path(__file__).with_name("cluster_program.py")

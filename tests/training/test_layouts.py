@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 import xla_amp
 from xla_amp.errors import DeviceError
-from xla_amp.lazy.distributed import layouts
+from xla_amp.lazy.layouts import recipes
 
 DATA, SQUARE = AbstractMesh((4,), ("data",)), AbstractMesh((4, 2), ("data", "model"))
 
@@ -28,8 +28,8 @@ def gpt2(words=128):
 
 
 def specs(model, mesh, recipe):
-    axes = layouts._axes(mesh, recipe)
-    return {each.name: each for each in layouts._placed(model, mesh, layouts.RECIPES[recipe], axes)}
+    axes = recipes._axes(mesh, recipe)
+    return {each.name: each for each in recipes._placed(model, mesh, recipes.RECIPES[recipe], axes)}
 
 
 def short(found):

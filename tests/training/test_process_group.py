@@ -16,7 +16,7 @@ from process_group_program import MODES, OVERFLOW, STEPS, Partly, own, tokens_of
 import xla_amp
 from xla_amp.common.config import Process
 from xla_amp.errors import DeviceError
-from xla_amp.lazy.distributed import process_groups
+from xla_amp.lazy.processes import process_groups
 from xla_amp.lazy.torch_integration import c10d
 
 pytestmark = pytest.mark.processes

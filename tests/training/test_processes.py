@@ -21,8 +21,8 @@ from xla_amp import xla_model
 from xla_amp.common import config
 from xla_amp.common.config import Process, Store
 from xla_amp.errors import EngineError, PolicyError
-from xla_amp.lazy.distributed import consistency
-from xla_amp.lazy.distributed.launch import _two_ports
+from xla_amp.lazy.processes import consistency
+from xla_amp.lazy.processes.launch import _two_ports
 
 pytestmark = pytest.mark.processes
 

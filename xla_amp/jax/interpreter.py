@@ -18,6 +18,7 @@ import numpy as np
 from xla_amp.common import events
 from xla_amp.common.types import LOW_DTYPES, Cast
 from xla_amp.jax import compat, rebind
+from xla_amp.jax.analysis import composite_runs, float32_regions
 from xla_amp.jax.analysis.exact_reads import exact_values
 from xla_amp.jax.analysis.jaxprs import (
     follows_gradients,
@@ -38,7 +39,6 @@ from xla_amp.jax.decisions import (
     request,
     where,
 )
-from xla_amp.jax.higher_order import composite_runs, float32_regions
 from xla_amp.jax.low_primitives import contract_low, described
 from xla_amp.jax.primitives import PrimitiveInfo, info, name_of
 from xla_amp.jax.value_info import CastCache, Facts, Value, arrays_of, cast, inside, outside, sum_of

@@ -1,6 +1,6 @@
 """The lazy torch device on JAX/PJRT: importing this starts nothing, `device()` does."""
 
-from xla_amp.lazy.distributed import processes as processes
+from xla_amp.lazy import processes as processes
 from xla_amp.lazy.graph.generator import (
     get_rng_state as get_rng_state,
 )

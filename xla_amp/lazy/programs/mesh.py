@@ -24,7 +24,7 @@ AXIS = "replica"
 """The only axis of a mesh of processes."""
 active: Mesh | None = None
 replicas = False
-"""Whether each process of the mesh has separate values (`xla_amp.lazy.distributed.processes`)."""
+"""Whether each process of the mesh has separate values (`xla_amp.lazy.processes`)."""
 _shardings: weakref.WeakKeyDictionary[Buffer, NamedSharding] = weakref.WeakKeyDictionary()
 
 

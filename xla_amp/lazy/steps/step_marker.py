@@ -27,8 +27,7 @@ from xla_amp.lazy.base import forks, private_api
 from xla_amp.lazy.graph.trace import Generation, OwnPoint, trace
 from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.programs.execute import flush
-from xla_amp.lazy.programs.metrics import metrics
-from xla_amp.lazy.steps import forward_hook, optimizer_step
+from xla_amp.lazy.steps import cpu_training, forward_hook, optimizer_step
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.torch_common import dynamo, module_paths
 
@@ -74,8 +73,6 @@ class _Process:
         """Whether a step ends with the optimizer's (`end_with_optimizer`)."""
         self.watches = True
         """Whether no optimizer has stepped parameters on the device."""
-        self.on_cpu: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        """Steps of optimizers whose first parameter is not on the device."""
 
 
 _process = _Process()
@@ -227,8 +224,19 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 _arm(step, optimizer)
                 if _process.with_optimizer and not step.paused and not step.unscaled:
                     end_step()
-    else:
-        stepped(optimizer)
+    elif not has_stepped() and cpu_training.is_told(optimizer):
+        device_was_used()
+
+
+def device_was_used() -> None:
+    """An optimizer has stepped parameters on the device: the program knows what is where."""
+    _process.watches = False
+    cpu_training.forget()
+
+
+def has_stepped() -> bool:
+    """Whether an optimizer has stepped parameters on the device."""
+    return not _process.watches
 
 
 def _arm(step: _Step, optimizer: torch.optim.Optimizer) -> None:
@@ -340,44 +348,3 @@ def _forget() -> None:
 
 for _hook in (_before_step, _after_step):
     dynamo.skip(_hook)
-
-
-# ---- training on the CPU ---------------------------------------------------------------------------------------------
-
-
-LEAST_ELEMENTS = 100_000
-"""Parameters of a model that is worth a device; smaller ones may be on the CPU on purpose beside work on the device."""
-STEPS = 10
-"""Steps of one optimizer after which this is a training and not a comparison."""
-
-
-def device_was_used() -> None:
-    """An optimizer has stepped parameters on the device: the program knows what is where."""
-    _process.watches = False
-    _process.on_cpu.clear()
-
-
-def has_stepped() -> bool:
-    """Whether an optimizer has stepped parameters on the device."""
-    return not _process.watches
-
-
-def stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Counts a step of an optimizer whose first parameter is not on the device; warns at the `STEPS`-th."""
-    if not _process.watches:
-        return
-    count = _process.on_cpu[optimizer] = _process.on_cpu.get(optimizer, 0) + 1
-    if count < STEPS:
-        return
-    del _process.on_cpu[optimizer]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    elements = sum(p.numel() for p in parameters)
-    device_works = trace.count > 0 or metrics.executions > 0
-    if (device_works and elements < LEAST_ELEMENTS) or any(p.device.type != "cpu" for p in parameters):
-        return
-    device_was_used()
-    events.warn(
-        f"{type(optimizer).__name__} has made {STEPS} steps on {elements} parameters that are on the CPU, and none has "
-        "been made on the XLA device that this program started. Move the model with model.to(xla_amp.xla_device()) "
-        "before the optimizer is built, or tell the framework the device"
-    )

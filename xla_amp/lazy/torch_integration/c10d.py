@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from xla_amp.errors import DeviceError
+from xla_amp.lazy import processes
 from xla_amp.lazy.base import private_api
-from xla_amp.lazy.distributed import collectives, process_groups, processes
+from xla_amp.lazy.processes import collectives, process_groups
 from xla_amp.lazy.steps import step_marker
 from xla_amp.torch_common import module_paths
 

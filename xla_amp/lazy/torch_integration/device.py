@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from xla_amp.common import config, events
+from xla_amp.lazy import processes
 from xla_amp.lazy.base import forks, private_api
-from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.graph import generator
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.ops import cast_layers, composites, dynamic_shape, memory, missing, operators, rnn, sparse, wrappers
@@ -198,7 +198,7 @@ def device() -> torch.device:
             processes.join()
             pjrt.jax_device()
             if processes.world_size() > 1:
-                from xla_amp.lazy.distributed import new_programs  # a single process never loads it
+                from xla_amp.lazy.processes import new_programs  # a single process never loads it
 
                 new_programs.compare()
                 mesh.use_processes()

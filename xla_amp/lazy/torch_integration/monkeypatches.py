@@ -25,8 +25,8 @@ from xla_amp.common import interrupts
 from xla_amp.engines import torch_registration
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.base import forks, private_api
-from xla_amp.lazy.distributed import process_groups
 from xla_amp.lazy.graph import generator
+from xla_amp.lazy.processes import process_groups
 from xla_amp.lazy.programs.execute import sync
 from xla_amp.lazy.steps import optimizer_step, step_marker
 from xla_amp.lazy.tensors import storages, tensor_io

@@ -13,7 +13,7 @@ import torch
 
 from xla_amp.engines import torch_registration
 from xla_amp.errors import DeviceError
-from xla_amp.lazy.distributed import cluster, collectives
+from xla_amp.lazy.processes import cluster, collectives
 from xla_amp.lazy.steps import step_marker
 
 

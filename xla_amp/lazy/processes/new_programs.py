@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xla_amp.errors import EngineError
-from xla_amp.lazy.distributed import consistency, processes, same_values
+from xla_amp.lazy import processes
 from xla_amp.lazy.graph.tape import Tape
+from xla_amp.lazy.processes import consistency, same_values
 from xla_amp.lazy.programs import execute, mesh, recompile_reasons
 from xla_amp.lazy.programs.compile import XlaProgram, build
 

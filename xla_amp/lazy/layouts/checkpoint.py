@@ -37,9 +37,9 @@ from torch.optim import Optimizer
 from xla_amp.common import arguments, events, files
 from xla_amp.engines import devices
 from xla_amp.errors import DeviceError, FileError, MissingLibraryError, XlaAmpError
+from xla_amp.lazy import processes
 from xla_amp.lazy.base import private_api
 from xla_amp.lazy.base.dtypes import TO_NUMPY
-from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE

@@ -8,7 +8,7 @@ from typing import Any
 
 from xla_amp.common import arguments, config
 from xla_amp.engines import base
-from xla_amp.lazy.distributed import processes
+from xla_amp.lazy import processes
 
 GRACE = 5
 """Seconds that the other processes get to exit after one has failed."""

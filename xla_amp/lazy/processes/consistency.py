@@ -21,7 +21,7 @@ from xla_amp.common import config
 from xla_amp.common.config import Process
 from xla_amp.errors import EngineError
 from xla_amp.lazy.base import private_api
-from xla_amp.lazy.distributed import cluster
+from xla_amp.lazy.processes import cluster
 from xla_amp.policy import resolve
 from xla_amp.policy.policy import Policy
 

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from xla_amp.errors import EngineError
+from xla_amp.lazy import processes
 from xla_amp.lazy.base import private_api
-from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.graph import generator
 from xla_amp.lazy.programs import mesh
 

@@ -20,10 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from xla_amp.common import arguments
 from xla_amp.engines import base, devices
 from xla_amp.errors import DeviceError
+from xla_amp.lazy import processes
 from xla_amp.lazy.base import private_api
 from xla_amp.lazy.base.dtypes import to_numpy
-from xla_amp.lazy.distributed import processes, same_values
 from xla_amp.lazy.graph.trace import Buffer, Instruction, Spec, assign, instruction_cache, record, trace
+from xla_amp.lazy.processes import same_values
 from xla_amp.lazy.programs import execute, pjrt
 from xla_amp.lazy.programs import mesh as meshes
 from xla_amp.lazy.programs.metrics import metrics

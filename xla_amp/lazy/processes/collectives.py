@@ -17,8 +17,8 @@ import torch
 from jax import lax
 
 from xla_amp.errors import DeviceError
-from xla_amp.lazy.distributed import cluster
 from xla_amp.lazy.graph.trace import Instruction, Numbers, Spec, instruction_cache, record, spec, trace
+from xla_amp.lazy.processes import cluster
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io
 

@@ -20,10 +20,10 @@ import jax
 from xla_amp.common import config
 from xla_amp.errors import EngineError
 from xla_amp.lazy.base import private_api
-from xla_amp.lazy.distributed import cluster, consistency
-from xla_amp.lazy.distributed.cluster import ordinal as ordinal
-from xla_amp.lazy.distributed.cluster import world_size as world_size
-from xla_amp.lazy.distributed.collectives import collective as collective
+from xla_amp.lazy.processes import cluster, consistency
+from xla_amp.lazy.processes.cluster import ordinal as ordinal
+from xla_amp.lazy.processes.cluster import world_size as world_size
+from xla_amp.lazy.processes.collectives import collective as collective
 
 _HEARTBEAT = 100
 """Seconds, at most, after which JAX's coordinator takes a silent process for dead: JAX's default."""

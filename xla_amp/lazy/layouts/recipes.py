@@ -20,8 +20,9 @@ from torch import nn
 from xla_amp.common import arguments, events
 from xla_amp.engines import base, devices
 from xla_amp.errors import DeviceError
-from xla_amp.lazy.distributed import same_values, spmd
 from xla_amp.lazy.graph.trace import trace
+from xla_amp.lazy.layouts import spmd
+from xla_amp.lazy.processes import same_values
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.programs import mesh as meshes
 from xla_amp.lazy.tensors import tensor_io

@@ -1,1 +1,0 @@
-"""Several processes or devices: collectives, consistency checks, SPMD, checkpoints."""
