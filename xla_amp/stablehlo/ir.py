@@ -10,7 +10,7 @@ import functools
 import graphlib
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -202,27 +202,30 @@ def copy(module: MlirModule) -> MlirModule:
     return parse(bytecode(module))
 
 
-def operations(root: Any, enters: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+def operations(root: Any, enters: Callable[[Any], bool] | None = None) -> list[Any]:
     """Operations under `root` (an operation or block), regions included, in program order, without `root`.
 
-    The operations of a block are listed before the first is yielded, so the caller may change the block.
-
-    `enters`: whether to yield the operations in the regions of an operation; by default of all.
+    `enters`: whether to list the operations in the regions of an operation; by default of all.
     """
     blocks = [root] if hasattr(root, "operations") else [block for region in root.regions for block in region.blocks]
+    found = []
     for block in blocks:
-        for view in list(block.operations):
+        for view in block.operations:
             operation = view.operation
-            inside = len(operation.regions) and (enters is None or enters(operation))  # asked before it may be erased
-            yield operation
-            if inside:
-                yield from operations(operation, enters)
+            found.append(operation)
+            if len(operation.regions) and (enters is None or enters(operation)):
+                found += operations(operation, enters)
+    return found
 
 
 def functions(module: MlirModule) -> dict[str, Any]:
     """Functions of the module by symbol name, declarations included."""
-    found = (view.operation for view in module.body.operations)
-    return {op.attributes["sym_name"].value: op for op in found if op.name == "func.func"}
+    named = {}
+    for view in module.body.operations:
+        operation = view.operation
+        if operation.name == "func.func":
+            named[operation.attributes["sym_name"].value] = operation
+    return named
 
 
 MAIN: Final = "main"
@@ -320,7 +323,8 @@ def elements(value: Any) -> int:
 
 def elements_of(kind: TensorType) -> int:
     """How many elements a tensor of this type has; sizes that are not known count as 1."""
-    return math.prod(1 if size is None else size for size in kind.shape)
+    known = kind.shape if None not in kind.shape else [1 if size is None else size for size in kind.shape]
+    return math.prod(known)  # type: ignore[arg-type]
 
 
 def with_element(value_type: Any, element: Any) -> Any:

@@ -179,9 +179,7 @@ class Classifier:
         return OpClass(name, "deny", structure, False, why, None, frozenset(), True, row)
 
     def _decide(self, name: str, module_path: str | None) -> OpClass:
-        row = table().rows.get(name) or table().rows.get(_base(name)) or table().unknown
-        shorter = (name, name.rpartition(".")[0], _base(name))
-        aten = next(filter(None, (meanings("stablehlo", each) for each in shorter)), ())
+        row, aten = _entry(name)
         decision = self.policy.decision(aten[0], module_path, aten[1:]) if aten else None
         reached = self.policy.reaching(aten[0], module_path, aten[1:]) if aten else frozenset[Match]()
         if row.structure == "loop":
@@ -204,6 +202,14 @@ class Classifier:
         narrowed = row.scales or (name not in table().rows and _base(name) in _PRODUCTS)
         shown = _base(name) if narrowed else name
         return OpClass(shown, colour, row.structure, row.upstream, why, decision, reached, fixed, row)
+
+
+@functools.cache
+def _entry(name: str) -> tuple[OperationRow, tuple[str, ...]]:
+    """The row of a table name, and the ATen names that decide it."""
+    row = table().rows.get(name) or table().rows.get(_base(name)) or table().unknown
+    shorter = (name, name.rpartition(".")[0], _base(name))
+    return row, next(filter(None, (meanings("stablehlo", each) for each in shorter)), ())
 
 
 _PRODUCTS: Final = ("dot_general",)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
 
 from xla_amp.analysis.products import Contraction
 from xla_amp.common import compiling, units
@@ -24,10 +25,34 @@ def written(operation: Any) -> str:
     return " ".join([short_name(operation), *(f"{name}={attributes[name]}" for name in names)])
 
 
-def shapes(operation: Any) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Shapes of operands and results; -1 for a dynamic size."""
-    given, made = (tuple(map(_sizes, ends)) for ends in _ends(operation))
-    return given, made
+class Ends(NamedTuple):
+    """Operands and results of an operation that are tensors."""
+
+    given: tuple[ir.TensorType, ...] = ()
+    made: tuple[ir.TensorType, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all; a dynamic dimension counts as 1."""
+        return sum(map(size_of, self.given + self.made))
+
+
+def ends(operation: Any) -> Ends:
+    """The operands and results of an operation that are tensors."""
+    return Ends(_types(operation.operands), _types(operation.results))
+
+
+def _types(values: Iterable[Any]) -> tuple[ir.TensorType, ...]:
+    found = []
+    for value in values:
+        if (kind := ir.tensor_type(value.type)) is not None:
+            found.append(kind)
+    return tuple(found)
+
+
+def shapes(kinds: Iterable[ir.TensorType]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of tensors; -1 for a dynamic size."""
+    return tuple(map(_shape, kinds))
 
 
 def contraction(operation: Any) -> Contraction | None:
@@ -59,11 +84,6 @@ def quick_options(module: ir.MlirModule) -> dict[str, bool | int]:
     return compiling.quick_options("cpu", work)
 
 
-def bytes_moved(operation: Any) -> int:
-    """Bytes of operands and results; a dynamic dimension counts as 1."""
-    return sum(map(size, (value.type for ends in _ends(operation) for value in ends)))
-
-
 def size(value_type: Any) -> int:
     """Bytes of a value; 0 for other types than tensors. A dynamic dimension counts as 1."""
     return size_of(ir.tensor_type(value_type))
@@ -74,12 +94,10 @@ def size_of(kind: ir.TensorType | None) -> int:
     return 0 if kind is None else ir.elements_of(kind) * units.bits(kind.element) // 8
 
 
-def _ends(operation: Any) -> tuple[list[Any], list[Any]]:
-    """Operands and results that are tensors."""
-    given, made = ([v for v in ends if ir.tensor_type(v.type)] for ends in (operation.operands, operation.results))
-    return given, made
-
-
 def _sizes(value: Any) -> tuple[int, ...]:
     kind = ir.tensor_type(value.type)
-    return tuple(-1 if each is None else each for each in kind.shape) if kind else ()
+    return _shape(kind) if kind else ()
+
+
+def _shape(kind: ir.TensorType) -> tuple[int, ...]:
+    return tuple(-1 if each is None else each for each in kind.shape) if None in kind.shape else kind.shape  # type: ignore[return-value]

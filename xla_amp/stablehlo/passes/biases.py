@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from xla_amp.analysis import beside_low
@@ -17,8 +17,12 @@ from xla_amp.stablehlo.passes.cast_graph import CastGraph, CastNode
 
 def biases(graph: CastGraph) -> set[tuple[int, int]]:
     """Pairs of an addition's number among the nodes, and the slot that it reads as a bias."""
-    given = _followed(graph, _given(graph), _as_weight)
-    products = _followed(graph, set(range(len(graph.nodes))), lambda n, node, known: _as_product(node, known, given))
+    weights = _given(graph)
+    first = [number for number in weights if not graph.nodes[number].inputs]
+    given = _followed(graph, first, weights, _as_weight)
+    contractions = [number for number, node in enumerate(graph.nodes) if node.structure == "contraction"]
+    all_nodes = range(len(graph.nodes))
+    products = _followed(graph, contractions, all_nodes, lambda node, known: _as_product(node, known, given))
     found = set()
     for number, node in enumerate(graph.nodes):
         if node.adds:
@@ -36,19 +40,22 @@ def _given(graph: CastGraph) -> set[int]:
         for number, node in enumerate(graph.nodes)
         if node.outputs and (node.structure == "constant" or (node.boundary and node.writes) or node.moves)
     }
-    return settled(found, lambda number, given: given.issuperset(graph.before(number)), graph.after)
+    return settled(found, lambda number, given: given.issuperset(graph.before[number]), graph.after.__getitem__)
 
 
 def _followed(
-    graph: CastGraph, inside: set[int], axes_of: Callable[[int, CastNode, dict[int, Axes]], Axes]
+    graph: CastGraph,
+    first: Iterable[int],
+    inside: Container[int],
+    axes_of: Callable[[CastNode, dict[int, Axes]], Axes],
 ) -> dict[int, Axes]:
-    """`Axes` of the slots that the nodes of the numbers `inside` write."""
+    """`Axes` of the slots that the nodes `first` write, and those that follow from them among `inside`."""
     found: dict[int, Axes] = {}
-    todo = sorted(inside, reverse=True)
+    todo = sorted(first, reverse=True)
     while todo:
         number = todo.pop()
         node = graph.nodes[number]
-        axes = axes_of(number, node, found)
+        axes = axes_of(node, found)
         for slot in node.outputs if axes else ():
             if found.get(slot) != axes:
                 found[slot] = axes
@@ -56,7 +63,7 @@ def _followed(
     return found
 
 
-def _as_weight(_: int, node: CastNode, known: dict[int, Axes]) -> Axes:
+def _as_weight(node: CastNode, known: dict[int, Axes]) -> Axes:
     if not node.inputs:
         return (frozenset(range(len(_shape(node.writes[0])))),)
     if node.index is not None:  # a value that is passed on from several places varies as each of them

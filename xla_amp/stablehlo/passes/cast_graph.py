@@ -27,9 +27,9 @@ class CastNode:
     """An operation, or a join: a value that a loop, branch, call or function passes on (loop carry, branch result)."""
 
     __slots__ = (
-        "boundary", "colour", "function", "in_loop", "in_opaque", "index", "inputs", "inside", "keep_reason", "low",
-        "narrows", "of_first", "op_class", "opaque", "operands", "operation", "outputs", "structure", "upstream", "why",
-        "writes",
+        "adds", "boundary", "colour", "exact", "function", "in_loop", "in_opaque", "index", "inputs", "inside",
+        "keep_reason", "low", "narrows", "of_first", "op_class", "opaque", "operands", "operation",
+        "outputs", "passes_on", "scales", "structure", "sums_few", "upstream", "why", "writes",
     )  # fmt: skip
 
     def __init__(self, op_class: OpClass | None, operation: Any, function: str, index: int | None = None) -> None:
@@ -42,6 +42,18 @@ class CastNode:
         self.structure: Structure = op_class.structure if op_class else "op"
         self.upstream = op_class.upstream if op_class else True
         self.why = op_class.why if op_class else ""
+        row = op_class.row if op_class else None
+        single = row if index is None else None
+        self.adds = single is not None and single.adds
+        """Whether it adds two values element by element."""
+        self.scales = single is not None and single.scales
+        """Whether it multiplies with a power of two, which rounds nothing."""
+        self.passes_on = index is not None or (row is not None and row.moves)
+        """Whether it gives the elements of its operands."""
+        self.exact = row is not None and row.exact
+        """Whether it tells apart what a low dtype makes equal."""
+        self.sums_few = op_class is not None and op_class.sums_few
+        """Whether it is a contraction that no rule decides, because a low dtype gains nothing."""
         self.keep_reason = ""
         """Why it must stay float32; empty if it may be low."""
         self.boundary = False
@@ -66,26 +78,15 @@ class CastNode:
         """Values to retype when it is low."""
 
     @property
-    def adds(self) -> bool:
-        """Whether it adds two values element by element."""
-        return self.op_class is not None and self.op_class.row.adds and self.index is None
-
-    @property
     def ruled(self) -> bool:
         """Whether a rule decides it."""
         decision = self.op_class.decision if self.op_class else None
         return decision is not None and decision.rule is not None
 
     @property
-    def scales(self) -> bool:
-        """Whether it multiplies with a power of two, which rounds nothing."""
-        return self.op_class is not None and self.op_class.row.scales and self.index is None
-
-    @property
     def moves(self) -> bool:
         """Whether it only passes on or moves the elements of values, which are its operands."""
-        passes = self.index is not None or (self.op_class is not None and self.op_class.row.moves)
-        return self.colour == "clear" and bool(self.inputs) and passes
+        return self.passes_on and self.colour == "clear" and bool(self.inputs)
 
 
 class _Function:
@@ -104,10 +105,15 @@ class CastGraph:
         """Slot -> node."""
         self.users: list[list[int]] = []
         """Slot -> nodes."""
+        self.before: list[list[int]] = []
+        """Node -> nodes whose values it reads."""
+        self.after: list[list[int]] = []
+        """Node -> nodes that read its values."""
         self.exact: set[int] = set()
         """Slots that the original program widened from the low dtype."""
         self.slot_of: dict[Any, int] = {}
         self._leaders = composite_marks.leaders(module) if classifier.composites else {}
+        self._classes = {each: classifier.classify(each) for each in ir.operations(module.operation)}
         self._index: dict[CastNode, int] = {}
         self._kinds: dict[Any, str] = {}
         self._functions: dict[str, _Function] = {}
@@ -147,20 +153,29 @@ class CastGraph:
             self._name = name
             block = surgery.block_of(function.operation)
             self._join_terminator(self._block(block), function.results)
-        kept = float32_loops.kept_values(self._module, self.classifier)
+        kept = float32_loops.kept_values(self._module, self._classes)
         for node in self.nodes if kept else ():
             defined = node.operation.results if node.index is None else node.writes
             node.in_loop = not kept.isdisjoint(defined)
+        self._connect()
+
+    def _connect(self) -> None:
+        for node in self.nodes:
+            self.before.append(read := [])
+            for slot in node.inputs:
+                read.append(self.producer[slot])
+            self.after.append(given := [])
+            for slot in node.outputs:
+                given += self.users[slot]
 
     def _called(self) -> tuple[set[str], set[str]]:
         """Functions that only calls reach; functions that library calls and composites name."""
         called: set[str] = set()
         opaque: set[str] = set()
-        for operation in ir.operations(self._module.operation):
-            structure = self.classifier.classify(operation).structure
-            if structure == "call":
+        for operation, op_class in self._classes.items():
+            if op_class.structure == "call":
                 called.update(surgery.callees(operation))
-            elif structure == "opaque" and operation.name != "func.func":
+            elif op_class.structure == "opaque" and operation.name != "func.func":
                 opaque.update(surgery.callees(operation))
         public = {name for name, op in ir.functions(self._module).items() if not ir.is_private(op)}
         return called - opaque - public, opaque
@@ -170,14 +185,6 @@ class CastGraph:
     def number(self, node: CastNode) -> int:
         """The number of a node among `nodes`."""
         return self._index[node]
-
-    def before(self, number: int) -> list[int]:
-        """Numbers of the nodes whose values a node reads."""
-        return [self.producer[slot] for slot in self.nodes[number].inputs]
-
-    def after(self, number: int) -> list[int]:
-        """Numbers of the nodes that read a node's values."""
-        return [user for slot in self.nodes[number].outputs for user in self.users[slot]]
 
     def _add(self, node: CastNode) -> CastNode:
         self._index[node] = len(self.nodes)
@@ -240,7 +247,7 @@ class CastGraph:
     def _block(self, block: Any) -> Any:
         # The caller handles the terminator.
         for operation in surgery.body(block):
-            op_class = self.classifier.classify(operation)
+            op_class = self._classes[operation]
             marked = composite_marks.mark_of(operation) if self._leaders else None
             if marked is not None and marked.is_edge and marked.number in self._leaders:
                 self._leave(operation, op_class, self._leaders[marked.number])
@@ -302,7 +309,7 @@ class CastGraph:
                     inner = view.operation
                     if len(inner.regions) or any(operand not in inside for operand in inner.operands):
                         return False
-                    treated = self.classifier.classify(inner) if len(inner.results) else None
+                    treated = self._classes[inner] if len(inner.results) else None
                     if treated and treated.colour == "deny" and "wide" in map(self.kind, inner.results):
                         return False
                     inside.update(inner.results)

@@ -34,7 +34,7 @@ _BY_OPERANDS: Final = ("fp32_inside", "promote", "keep")
 def call_decompositions(module: Any, policy: Policy) -> None:
     """Replaces composites that a rule may decide as a whole by calls of their decompositions."""
     mlir, ruled = ir.mlir(), decided_as_a_whole(policy)
-    for operation in list(ir.operations(module.operation)) if ruled else ():
+    for operation in ir.operations(module.operation) if ruled else ():
         if operation.name != "stablehlo.composite":
             continue
         name = operation.attributes["name"].value.rpartition(".")[2]
@@ -71,7 +71,7 @@ def remove(module: Any) -> None:
     for function in ir.functions(module).values():
         if _MEANS in function.attributes:
             del function.attributes[_MEANS]
-    for operation in list(ir.operations(module.operation)):
+    for operation in ir.operations(module.operation):
         marked = mark_of(operation)
         if marked is None:
             continue

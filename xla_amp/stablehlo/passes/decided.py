@@ -38,7 +38,7 @@ def _decision(
     why = node.why or "the signature is kept"
     after: str = low if node.low and not node.of_first else "float32"
     kept, overruled = _kept(node, low), bool(node.keep_reason) and node.colour == "allow"
-    given, made = ((), ()) if node.index is not None else sizes.shapes(node.operation)
+    ends = sizes.Ends() if node.index is not None else sizes.ends(node.operation)
     return OperationDecision(
         operation=name if node.index is None else f"{name}#{node.index}",
         function=function,
@@ -56,10 +56,10 @@ def _decision(
         product=node.structure == "contraction",
         aten=decision.operation if decision else "",
         origin=decision.origin if decision and not overruled else "",
-        shapes=given,
-        result_shapes=made,
+        shapes=sizes.shapes(ends.given),
+        result_shapes=sizes.shapes(ends.made),
         flops=sizes.flops(node.operation) if node.structure == "contraction" else None,
-        bytes=sizes.bytes_moved(node.operation) if node.index is None else 0,
+        bytes=ends.bytes,
     )
 
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from xla_amp.analysis.loop_graph import LoopGraph
 from xla_amp.stablehlo import ir, surgery
-from xla_amp.stablehlo.op_table import Classifier
+from xla_amp.stablehlo.op_table import OpClass
 
 
-def kept_values(module: Any, classifier: Classifier) -> set[Any]:
-    """The values inside of loops whose contents stay float32, also in functions that are called there."""
-    loops = [each for each in ir.operations(module.operation) if classifier.classify(each).structure == "loop"]
-    graph, kept, others = _Values(module if loops else None, classifier), set[Any](), list[set[Any]]()
+def kept_values(module: Any, classes: Mapping[Any, OpClass]) -> set[Any]:
+    """The values inside of loops whose contents stay float32, also in functions that are called there.
+
+    `classes`: of all operations.
+    """
+    loops = [each for each, treated in classes.items() if treated.structure == "loop"]
+    if not loops:
+        return set()
+    graph, kept, others = _Values(module, classes), set[Any](), list[set[Any]]()
     for loop in reversed(loops):  # inner loops before those around them
         inside = graph.inside(loop)
-        rule = classifier.classify(loop).decision
+        rule = classes[loop].decision
         condition = surgery.terminator(loop.regions[0].blocks[0]).operands
         if graph.ends_by_floats(condition, inside, kept) if rule is None else rule.cast == "fp32":
             kept |= inside
@@ -33,16 +38,14 @@ def kept_values(module: Any, classifier: Classifier) -> set[Any]:
 class _Values(LoopGraph[Any]):
     """The values of a module."""
 
-    def __init__(self, module: Any, classifier: Classifier) -> None:
+    def __init__(self, module: Any, classes: Mapping[Any, OpClass]) -> None:
         super().__init__(lambda value: ir.element(value).startswith(("f", "bf")))
-        self._classifier = classifier
-        self._functions = {} if module is None else ir.functions(module)
-        for operation in () if module is None else ir.operations(module.operation):
-            self._add(operation)
+        self._functions = ir.functions(module)
+        for operation, treated in classes.items():
+            self._add(operation, treated)
 
-    def _add(self, operation: Any) -> None:
-        treated, operands = self._classifier.classify(operation), list(operation.operands)
-        structure = treated.structure
+    def _add(self, operation: Any, treated: OpClass) -> None:
+        operands, structure = list(operation.operands), treated.structure
         if treated.exact:
             self.comparisons.update(v for v in operation.results if structure == "cast" or ir.element(v) == "i1")
         if treated.colour == "allow":

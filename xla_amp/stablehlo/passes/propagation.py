@@ -19,6 +19,7 @@ References: tensorflow/core/grappler/optimizers/auto_mixed_precision.cc; for pha
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -178,25 +179,26 @@ class Propagation:
             node = self.nodes[number]
             if self._free(node) and (node.colour in _ROUNDS or number in before):
                 node.keep_reason = "follows an operation that stays float32"
-                node.why = node.why if _sums_few(node) else node.keep_reason
+                node.why = node.why if node.sums_few else node.keep_reason
 
     def _reach(self, sources: Iterable[int], *, forward: bool, through: tuple[str, ...] = _UNDECIDED) -> set[int]:
         """Free nodes reachable from `sources` forward (backward) through free nodes of the colours `through`."""
+        edges, nodes = self.graph.after if forward else self.graph.before, self.nodes
 
         def near(number: int) -> list[int]:
-            found = self.graph.after(number) if forward else self.graph.before(number)
-            return [each for each in found if self.nodes[each].colour in through and self._free(self.nodes[each])]
+            return [each for each in edges[number] if nodes[each].colour in through and self._free(nodes[each])]
 
         return reached((each for source in sources for each in near(source)), near)
 
     # Phase 2.
 
     def _running_sums(self) -> None:
-        def others(numbers: Iterable[int]) -> list[int]:
-            return [number for number in numbers if self.nodes[number].colour != "allow"]
-
-        graph, numbers = self.graph, range(len(self.nodes))
-        for cycle in cycles(others(numbers), lambda n: others(graph.after(n)), lambda n: others(graph.before(n))):
+        if all(node.index is None or node.boundary or node.in_opaque for node in self.nodes):
+            return  # no value comes back to where it was made
+        graph, low = self.graph, {number for number, node in enumerate(self.nodes) if node.colour == "allow"}
+        others = set(range(len(self.nodes))) - low
+        after, before = ([others.intersection(each) for each in edges] for edges in (graph.after, graph.before))
+        for cycle in cycles(others, after.__getitem__, before.__getitem__):
             members = [self.nodes[number] for number in cycle]
             if any(node.colour in (*_ROUNDS, "deny") for node in members):
                 for node in members:
@@ -206,16 +208,21 @@ class Propagation:
     # Phase 3.
 
     def _exact_reads(self, allowed: list[int]) -> None:
-        read = [slot for node in self.nodes if not (self._passes(node) or _is_exact(node)) for slot in node.inputs]
-        makers = [self.nodes[number] for number in self.producer]
-        rounded = reached(read, lambda slot: makers[slot].inputs if self._passes(makers[slot]) else ())
+        passing: dict[int, list[int]] = {}
+        read: list[int] = []
+        for node in self.nodes:
+            if self._passes(node):
+                passing.update(dict.fromkeys(node.outputs, node.inputs))
+            elif not node.exact:
+                read += node.inputs
+        rounded = reached(read, lambda slot: passing.get(slot, ()))
         for number in allowed:
             if self.nodes[number].structure == "contraction":
                 self.wide.update(slot for slot in self.nodes[number].outputs if slot not in rounded)
 
     def _passes(self, node: CastNode) -> bool:
         """Whether a node rounds nothing, so that its users decide whether its operands may be rounded."""
-        if _is_exact(node) or node.narrows or node.colour != "clear":
+        if node.exact or node.narrows or node.colour != "clear":
             return False
         return self.keep_io or not node.boundary
 
@@ -223,7 +230,9 @@ class Propagation:
 
     def _make_low(self, chosen: set[int], why: str, *, exact: bool) -> None:
         # Lowers the largest subset of `chosen` in which every node reads low; with `exact`, without loss of precision.
-        chosen = settled(chosen, lambda number, left: self._all_operands_low(number, left, exact), self.graph.after)
+        chosen = settled(
+            chosen, lambda number, left: self._all_operands_low(number, left, exact), self.graph.after.__getitem__
+        )
         for number in chosen:
             self.nodes[number].low, self.nodes[number].why = True, why
 
@@ -262,10 +271,10 @@ class Propagation:
         }
 
         def all_users_low(number: int, left: set[int]) -> bool:
-            users = self.graph.after(number)
+            users = self.graph.after[number]
             return bool(users) and all(self.nodes[user].low or user in left for user in users)
 
-        chosen = settled(chosen, all_users_low, self.graph.before)
+        chosen = settled(chosen, all_users_low, self.graph.before.__getitem__)
         # A loop without outside readers would justify itself.
         rooted = self._reach((n for n, node in enumerate(self.nodes) if node.low), forward=False, through=("clear",))
         for number in chosen & rooted:
@@ -275,7 +284,8 @@ class Propagation:
     # Phase 6.
 
     def _accumulator_results(self, allowed: list[int]) -> None:
-        feeding = reached((each for number in allowed for each in self.graph.before(number)), self.graph.before)
+        before = self.graph.before.__getitem__
+        feeding = reached(itertools.chain.from_iterable(map(before, allowed)), before)
         for number in allowed:
             node = self.nodes[number]
             if node.structure == "contraction" and number not in feeding:
@@ -285,7 +295,7 @@ class Propagation:
 
     def _explain(self, between: set[int]) -> None:
         for number, node in enumerate(self.nodes):
-            if self._free(node) and not node.boundary and not _sums_few(node):
+            if self._free(node) and not node.boundary and not node.sums_few:
                 if node.colour in _ROUNDS:
                     node.why = "an operand is float32" if number in between else "not between two low operations"
                 elif node.structure != "constant":
@@ -294,11 +304,3 @@ class Propagation:
     def is_low(self, slot: int) -> bool:
         """Whether the values of a slot are stored low."""
         return self.nodes[self.producer[slot]].low and slot not in self.wide
-
-
-def _sums_few(node: CastNode) -> bool:
-    return node.op_class is not None and node.op_class.sums_few
-
-
-def _is_exact(node: CastNode) -> bool:
-    return node.op_class is not None and node.op_class.exact
