@@ -145,6 +145,49 @@ def test_time_steps_are_one_program(device: torch.device) -> None:
     assert executions == [0, *[1] * 11]
 
 
+def overlaps(boxes: torch.Tensor) -> torch.Tensor:
+    """A cost of 40 operations in which operations repeat."""
+    cost = torch.zeros_like(boxes)
+    for step in range(10):
+        cost = cost + boxes.minimum(boxes.roll(step, 0)).clamp(0) * boxes.maximum(boxes.roll(step, 0))
+    return cost
+
+
+@pytest.mark.filterwarnings("ignore:the size of what:UserWarning")
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_loss_that_reads_a_value_is_no_loop(device: torch.device, steps: int) -> None:
+    """Targets are assigned under `no_grad` after a read, as detectors do: no program ends there."""
+
+    def train(where: Any) -> list[float]:
+        model, losses = network(23 + steps).to(where), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, _ in batches(steps):
+            found = model(x.to(where))
+            with torch.no_grad():
+                chosen = (found > found.mean()).nonzero()[:2, 0]  # waits
+                cost = overlaps(found[chosen])
+            loss = (found[chosen] * cost).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [each.item() for each in losses]
+
+    expected = train("cpu")
+    torch.ones(1).to(device).add(1).item()  # the next module is the first one of a program
+    with counted() as counts:
+        torch.testing.assert_close(train(device), expected)
+    assert counts.executions == 2 * steps
+
+
+def test_an_evaluation_after_a_forward_pass_without_a_backward_pass_is_a_loop(device: torch.device) -> None:
+    model = network(29).to(device)
+    model(torch.ones(4, 5, device=device)).sum().item()
+    with counted() as counts:
+        correct(model, device, 100, torch.no_grad)
+    assert counts.executions > 50
+
+
 def test_equal_layers_are_no_loop(device: torch.device) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(40))).to(device)
     with torch.no_grad(), counted() as counts:

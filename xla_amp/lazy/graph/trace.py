@@ -411,7 +411,8 @@ class Trace:
         self.known: dict[int, np.ndarray] = {}
         """Values that the host has computed too (`host_eval`), by number."""
         self.nodes: tuple[int, int] | None = (threading.get_ident(), private_api.autograd_nodes())
-        """The thread that began this trace, and its count of autograd's nodes then; None for an optimizer's step."""
+        """The thread that began this trace, and its count of autograd's nodes then: -1 if a read cut the forward pass
+        of a training step; None for an optimizer's step."""
 
     def numbers(self) -> list[int]:
         """The present number of each parameter; one that another thread has read or written since has its first one."""
@@ -612,7 +613,9 @@ def add_parameter(buffer: Buffer) -> int:
     if buffer.generation is not None and (number := buffer.number) >= 0:
         return number
     array = buffer.array
-    if not trace.parameters and trace.nodes is not None:  # before it there are factories and random numbers only
+    if (
+        not trace.parameters and trace.nodes is not None and trace.nodes[1] >= 0
+    ):  # before it there are factories and random numbers only
         trace.nodes = threading.get_ident(), private_api.autograd_nodes()
     number = trace.count
     if array is None:

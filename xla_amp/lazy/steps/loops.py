@@ -13,6 +13,9 @@ and for modules only.  Until an optimizer has made a step, a shorter one ends wh
 an update by hand: **the first operation that autograd records after a backward pass reads a value that was computed
 since.**  A gradient that is accumulated reads the same weights again.
 
+A loss that reads a value, such as the size of a mask, ends the program in which its graph began.  The next programs
+of the step count as programs with gradients, up to the end of the backward pass (`step_marker.forward_ended`).
+
 Processes that train together do not end a program with gradients, because what is alive may differ between them.
 Nothing is ended while a step is captured, inside a backward pass, or while `find_overflow` runs a step.  Any program
 ends at XLA_AMP_TAPE_LIMIT operations.
@@ -150,6 +153,7 @@ def _backward_ended() -> None:
         last.generation, last.count, last.nodes, last.others = trace.generation, trace.count, -1, 0
         last.forward = False
         trace.limit = 0
+        step_marker.forward_ended()
 
 
 def _is_after_backward() -> bool:

@@ -31,6 +31,9 @@ from xla_amp.lazy.steps import cpu_training, forward_hook, optimizer_step
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.torch_common import dynamo, module_paths
 
+MOST_PARTS = 16
+"""Programs into which reads may cut a forward pass and its loss."""
+
 
 class _Step:
     """Where a thread is in its step."""
@@ -51,6 +54,12 @@ class _Step:
         self.paused = False
         self.open: Generation | None = None
         """The trace in which a training step began that no optimizer step has ended."""
+        self.model: weakref.ref[Any] | None = None
+        """The module whose forward pass began the training step, until a backward pass ends."""
+        self.nodes = -1
+        """The count of autograd's nodes then."""
+        self.parts = 0
+        """How many further programs may be parts of that forward pass and its loss."""
         self.begins_program = False
         """Whether the last training step began with its program: nothing was recorded before its forward pass."""
         self.unscaled = False
@@ -211,6 +220,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     with trace.lock:
         if _step().armed is trace.generation and optimizer in _step().stepped:
             step_begins()
+        forward_ended()
         trace.nodes = None  # what the optimizer records is part of a training step
 
 
@@ -265,8 +275,17 @@ def _await_forward() -> None:
         _install_hook()
 
 
+def forward_ended() -> None:
+    """A backward pass or an optimizer's step: what follows is not the loss of the last training step's forward pass."""
+    _step().model = None
+
+
 def _program_ran() -> None:
     step = _step()
+    if step.model is not None and step.model() is not None and step.parts:
+        step.parts -= 1
+        if private_api.autograd_nodes() != step.nodes:
+            trace.nodes = threading.get_ident(), -1
     if step.calls:
         _await_forward()
     else:  # a thread that loads or logs
@@ -308,6 +327,11 @@ def _forward_begins(step: _Step, module: torch.nn.Module, trains: bool) -> None:
     step.first = trace.generation, weakref.ref(module)
     if trains:
         step.open = trace.generation
+        step.model, step.parts, step.nodes = step.first[1], MOST_PARTS, private_api.autograd_nodes()
+    elif step.model is not None and any(each is step.model() for each in module.modules()):  # an evaluation
+        step.model = None
+        if trace.nodes == (threading.get_ident(), -1):
+            trace.nodes = threading.get_ident(), private_api.autograd_nodes()
 
 
 def _first_module() -> Any:
