@@ -108,6 +108,15 @@ def test_each_operation_is_announced_once(device, monkeypatch):
         torch.unique(x)
 
 
+def test_a_gradient_that_waits_is_named(device, monkeypatch):
+    monkeypatch.setattr(dynamic_shape, "_announced", set())
+    x = torch.linspace(-1, 1, 8).to(device).requires_grad_()
+    with pytest.warns(UserWarning, match=r"gradient \(ProdBackward0\)") as seen:
+        x.prod().backward()
+    assert [each.filename for each in seen] == ["<ProdBackward0>"]  # no line of the package
+    torch.nonzero(x)
+
+
 def test_gradients_flow_through_selections(device):
     def program(where: str) -> Any:
         x = torch.linspace(-1, 1, 8).to(where).requires_grad_()

@@ -40,6 +40,14 @@ def announce(name: str) -> None:
     if name in _announced:
         return
     _announced.add(name)
+    gradient = None if events.user_frame() is not None else torch._C._current_autograd_node()
+    if gradient is not None:  # torch's formula of a gradient, in a thread without a line of the user's
+        events.warn(
+            f"torch's formula of a gradient ({gradient.name()}) asks for a result whose size depends on data ({name}): "
+            "each backward pass runs what was recorded and waits for it. See docs/pytorch.md#what-ends-a-step",
+            at=(f"<{gradient.name()}>", 0),
+        )
+        return
     events.warn(
         f"the size of what {name} returns depends on data: each call runs what was recorded and waits for it. Inside a "
         "training step, prefer an operation of fixed size (torch.where, nonzero_static, a mask that multiplies)",
