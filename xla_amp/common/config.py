@@ -79,6 +79,11 @@ _values = os.environ._data  # type: ignore[attr-defined]
 _OF_REGIONS: Final = tuple(os.environ.encodekey(name) for name in (ENGINE, RULES, POLICY_FILE, *HPU_LISTS.values()))
 
 
+def engine_text() -> object:
+    """What ``XLA_AMP_ENGINE`` says, to be compared: `engine` reads it."""
+    return _values.get(_OF_REGIONS[0])
+
+
 def of_regions() -> tuple[object, ...]:
     """What the engine and the rules of a region depend on; equal answers mean that variables and files are the same."""
     texts = tuple(map(_values.get, _OF_REGIONS))

@@ -157,8 +157,8 @@ class Engine(Protocol):
         """Bytes of the started device's memory by PJRT's names, such as ``bytes_in_use``; empty if unknown."""
 
 
-_chosen: dict[str, Engine] = {}
-"""Value of ``XLA_AMP_ENGINE`` -> its engine, once it has been asked for."""
+_chosen: dict[object, Engine] = {}
+"""Text of ``XLA_AMP_ENGINE`` -> its engine, once it has been asked for."""
 
 
 def select() -> Engine:
@@ -167,11 +167,11 @@ def select() -> Engine:
     Raises:
         EngineError: the engine cannot be used here.
     """
-    wanted = config.engine()
-    engine = _chosen.get(wanted)
+    text = config.engine_text()
+    engine = _chosen.get(text)
     if engine is None:
-        (engine,) = engines.choose(wanted)
-        _chosen[wanted] = engine
+        (engine,) = engines.choose(config.engine())
+        _chosen[text] = engine
     return engine
 
 
@@ -221,7 +221,8 @@ def zeros_like(tensors: Sequence[torch.Tensor], device: torch.device) -> list[to
 
 def sync(wait: bool = False) -> None:
     """Ends the step: runs the recorded operations as one XLA program; with `wait`, waits for the device."""
-    arguments.require(f"sync(wait={wait!r})", wait, bool, "True or False")
+    if not isinstance(wait, bool):
+        arguments.require(f"sync(wait={wait!r})", wait, bool, "True or False")
     select().sync(wait)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import calls
 import jax
 import pytest
 import torch
@@ -238,3 +239,30 @@ def test_other_devices_optimizers_are_no_boundary(device: torch.device) -> None:
             cpu(batch()).sum().backward()
             optimizer.step()
     assert counts.executions == 0
+
+
+# ---- what a step costs -----------------------------------------------------------------------------------------------
+
+
+def test_python_calls_of_a_step() -> None:
+    """Calls of a later step, whose program is known: a layer under autocast, and the end of the step."""
+    device = xla_amp.xla_device()
+    first, second, x = nn.Linear(4, 4).to(device), nn.Linear(4, 4).to(device), torch.ones(2, 4, device=device)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.01)
+    found: dict[str, int] = {}
+
+    def step() -> None:
+        with xla_amp.autocast("xla", torch.bfloat16):
+            hidden = nn.functional.linear(x, first.weight, first.bias)
+            outputs: list[torch.Tensor] = []
+            call = lambda: outputs.append(nn.functional.linear(hidden, second.weight, second.bias))  # noqa: E731
+            found["linear"] = len(calls.of(call))
+        outputs[0].float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found["sync"] = len(calls.of(xla_amp.sync))
+
+    for _ in range(3):
+        step()
+    assert found["linear"] <= 30
+    assert found["sync"] <= 48

@@ -312,6 +312,14 @@ class Buffer:
             self.external = None
 
 
+def store(buffers: Iterable[Buffer], values: Iterable[jax.Array]) -> None:
+    """`Buffer.store` of each: a step stores thousands."""
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.array = value
+        if buffer.external is not value:
+            buffer.external = None
+
+
 class Trace:
     """Operations that the thread that holds the lock has recorded since its last flush."""
 

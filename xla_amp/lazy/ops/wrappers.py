@@ -91,6 +91,8 @@ def _assert_async(
 
 
 def _check_asserted() -> None:
+    if not _asserted:
+        return
     with trace.lock:
         ready = [each for each in _asserted if each[0].ready()]
         _asserted[:] = [each for each in _asserted if each not in ready]

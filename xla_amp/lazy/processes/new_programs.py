@@ -6,7 +6,6 @@ must run them in the same order.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -96,7 +95,7 @@ def _without_donation(program: XlaProgram) -> XlaProgram:
     ints = sum(node.instruction.ints for node in tape)
     _, _, floats, words = program.abstract
     return build(
-        dataclasses.replace(program.key, spent=()),
+        program.key._replace(spent=()),
         numbers,
         [spec for number in numbers if (spec := specs[number]) is not None],
         (floats.shape[0], ints),

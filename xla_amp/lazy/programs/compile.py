@@ -36,8 +36,7 @@ alive: weakref.WeakSet[XlaProgram] = weakref.WeakSet()
 """All programs that exist: their instructions are in use."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Key:
+class Key(NamedTuple):
     """Cache key of a program: everything that shapes its executable."""
 
     code: tuple[int, ...]

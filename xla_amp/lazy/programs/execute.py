@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ _pending: dict[Callable[[], list[Any]], object] = {}
 """Functions that return the results, as far as they are referenced, of the last programs that were not waited for,
 each with a mark of its dispatch.  XLA:CPU runs those of several threads side by side."""
 _MOST_PENDING: Final = 64
+_array, _at, _spec = map(operator.attrgetter, ("array", "at", "spec"))
 
 
 @OwnPoint
@@ -210,7 +212,7 @@ def run_program(run: Run) -> None:
         graph.release([*run.targets, *map(run.parameters.__getitem__, run.key.spent)], memory_layout.copy)
     if run.held is None and mesh.active is not None:
         mesh.move_to_mesh(run.parameters)
-    run.arrays = [buffer.array for buffer in run.parameters]
+    run.arrays = list(map(_array, run.parameters))
     try:
         _choose(run)
         with private_api.x64():
@@ -226,17 +228,18 @@ def run_program(run: Run) -> None:
 
 def _recorded() -> Run:
     """Reads the trace; no value changes."""
-    flush_nears()
+    for listener in trace.listeners.get(flush_nears, ()):  # the lock is held, so the trace is this thread's
+        listener()
     if mesh.active is not None:
         mesh.move_to_mesh(trace.parameters)
-    held = [count > ALONE for count in reference_counts(trace.parameters)]
+    held = list(map(ALONE.__lt__, reference_counts(trace.parameters)))
     parameters, numbers = list(trace.parameters), list(trace.parameter_numbers)
     present = trace.numbers()
     overwritten = [index for index, at in enumerate(present) if at != numbers[index] and held[index]]
     computed = trace.results()
     targets = [*map(parameters.__getitem__, overwritten), *computed]
     run = Run(
-        key=Key(code=tuple(trace.code), wanted=tuple(buffer.at for buffer in targets), spent=()),
+        key=Key(code=tuple(trace.code), wanted=tuple(map(_at, targets)), spent=()),
         parameters=parameters,
         numbers=numbers,
         present=present,
@@ -249,18 +252,19 @@ def _recorded() -> Run:
         generators=bool(trace.generators),
         held=held,
     )
-    flush_begins(run)
+    for listener in trace.listeners.get(flush_begins, ()):
+        listener(run)
     return run
 
 
 def _choose(run: Run) -> None:
     """Finds the program, None if it has to be built."""
-    if mesh.is_partitioned():
+    if mesh.active is not None and mesh.is_partitioned():
         placements = tuple(array.sharding for array in run.arrays)
         shardings = Shardings(placements, mesh.output_shardings(run.targets, len(run.overwritten)))
-        run.key = dataclasses.replace(run.key, shardings=shardings)
+        run.key = run.key._replace(shardings=shardings)
     if run.held is not None:
-        run.key = dataclasses.replace(run.key, spent=_spent(run, run.held))
+        run.key = run.key._replace(spent=_spent(run, run.held))
     # Most steps repeat the step before, and comparing thousands of numbers costs less than hashing them.
     before, program = next(reversed(_programs.items()), (None, None))
     run.repeats = before == run.key
@@ -268,7 +272,7 @@ def _choose(run: Run) -> None:
         program = _programs.get(run.key)
         if program is None and run.held is not None and not flush_begins.listeners:
             if dynamic_numbers.replace():
-                run.key = dataclasses.replace(run.key, code=tuple(trace.code))
+                run.key = run.key._replace(code=tuple(trace.code))
                 run.floats, run.ints = list(trace.floats), list(trace.ints)
                 program = _programs.get(run.key)
             program = program or _donating_more(run)
@@ -283,7 +287,7 @@ def _donating_more(run: Run) -> XlaProgram | None:
     """A program that differs only in the arrays that it takes: copies for it cost less than compiling another."""
     key = run.key
     for other, program in reversed(_programs.items()):
-        if dataclasses.replace(other, spent=key.spent) != key:
+        if other._replace(spent=key.spent) != key:
             continue
         left = [run.parameters[index].spec for index in set(key.spent).difference(other.spent)]
         if sum(each.size * each.numpy_dtype.itemsize for each in left) <= _FEW and len(other.spent) > len(left):
@@ -328,8 +332,8 @@ def _execute(run: Run, program: XlaProgram) -> list[Any]:
     floats, ints = run.numbers_as_data()
     if run.is_new and program_admitted.listeners:
         program_admitted(program, [*run.arrays, floats, ints])
-    donated = [run.arrays[index] for index in program.donated]
-    kept = [run.arrays[index] for index in program.kept]
+    donated = list(map(run.arrays.__getitem__, program.donated))
+    kept = list(map(run.arrays.__getitem__, program.kept))
     return dispatch(program, donated, kept, floats, ints)
 
 
@@ -341,10 +345,10 @@ def _commit(run: Run, outputs: list[Any]) -> None:
         _programs.move_to_end(key)
     metrics.executions += 1
     metrics.operations += program.operations
-    generator.advance(run.draws)
+    if run.draws or trace.generators:
+        generator.advance(run.draws)
     values = [outputs[position] if position >= 0 else arrays[~position] for position in program.outputs]
-    for buffer, value in zip(run.targets, values, strict=True):
-        buffer.store(value)
+    graph.store(run.targets, values)
     for number, value in zip(key.wanted, values, strict=True) if trace.known else ():
         if (known := trace.known.get(number)) is not None and dtypes.is_kept(known):
             dtypes.keep(value, known)
@@ -355,7 +359,8 @@ def _commit(run: Run, outputs: list[Any]) -> None:
             pjrt.live_bytes()
         program_cache.add(_programs, key, program)
         recompile_reasons.compiled(program)
-    program_ran()
+    for listener in program_ran.listeners:
+        listener()
 
 
 def _abandon(run: Run, error: BaseException) -> BaseException:
@@ -416,7 +421,7 @@ def _spent(run: Run, held: Sequence[bool]) -> tuple[int, ...]:
     its optimizer state to the memory of the weight, and XLA would copy what is still read.
     """
     # Only memory that a result can have: whether others are still held must not make another program.
-    results = {buffer.spec for buffer in run.targets}
+    results = set(map(_spec, run.targets))
     array_counts = reference_counts(run.arrays)
     overwritten, dropped = [], []
     for index, buffer in enumerate(run.parameters):
@@ -426,6 +431,8 @@ def _spent(run: Run, held: Sequence[bool]) -> tuple[int, ...]:
             overwritten.append(index)
         elif not held[index]:
             dropped.append(index)
-    if mesh.is_partitioned():  # only an overwritten value has an output of the same sharding
+    if (
+        mesh.active is not None and mesh.is_partitioned()
+    ):  # only an overwritten value has an output of the same sharding
         dropped = [index for index in dropped if run.present[index] != run.numbers[index]]
     return (*overwritten, *dropped)

@@ -53,7 +53,7 @@ def function_of(run: Run, arguments: Sequence[Buffer], places: tuple[Place | Non
     free = [at for at, buffer in enumerate(run.parameters) if id(buffer) not in index]
     index.update((id(run.parameters[at]), ~constant) for constant, at in enumerate(free))
     specs = tuple(buffer.spec for buffer in run.parameters)
-    key = dataclasses.replace(run.key, spent=())
+    key = run.key._replace(spent=())
     return Function(
         program=_program(key, places, specs, len(run.floats), len(run.ints), len(run.streams)),
         arguments=tuple(index[id(buffer)] for buffer in run.parameters),

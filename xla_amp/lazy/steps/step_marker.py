@@ -281,13 +281,15 @@ def forward_ended() -> None:
 
 
 def _program_ran() -> None:
-    step = _step()
+    step = trace.step or _step()
     if step.model is not None and step.model() is not None and step.parts:
         step.parts -= 1
         if private_api.autograd_nodes() != step.nodes:
             trace.nodes = threading.get_ident(), -1
     if step.calls:
-        _await_forward()
+        step.awaited, step.repeats = True, False
+        if _process.hook is None:
+            _install_hook()
     else:  # a thread that loads or logs
         step.awaited = False
 
