@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
+import pickle
 import random
 import re
 import sys
@@ -311,3 +313,22 @@ def test_explain_sees_every_operation(device):
     with xla_amp.explain() as report, xla_amp.autocast(device):
         step(torch.ones(2, 2, device=device))
     assert [row["operation"] for row in report.rows()] == ["matmul"]
+
+
+@xla_amp.compile
+def doubled(x):
+    return x * 2
+
+
+def test_copies_and_pickles_are_those_of_a_function(device):
+    """A captured step is atomic in `copy`, and pickled by its name, as what ``torch.compile`` makes of a function."""
+    x = torch.ones(3, device=device)
+    for _ in range(5):
+        doubled(x)
+    assert doubled.replays
+    holder = copy.deepcopy({"step": doubled})
+    assert holder["step"] is doubled
+    assert copy.copy(doubled) is doubled
+    assert pickle.loads(pickle.dumps(doubled)) is doubled
+    with pytest.raises((pickle.PicklingError, AttributeError), match=r"local object|not found"):
+        pickle.dumps(xla_amp.compile(lambda x: x))

@@ -192,6 +192,17 @@ class Compiled(Generic[_Arguments, _Result]):
     def __repr__(self) -> str:
         return f"xla_amp.compile({getattr(self._step, '__qualname__', self._step)!s})"
 
+    def __copy__(self) -> Compiled[_Arguments, _Result]:
+        """The step itself, as copies of functions are; a copy of what it names belongs to another step."""
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Compiled[_Arguments, _Result]:
+        return self
+
+    def __reduce__(self) -> str:
+        """Pickles by name, as functions; pickle raises if that name is another object."""
+        return str(getattr(self, "__qualname__", repr(self)))
+
     def reset(self) -> None:
         """Drops all captures, reasons and counts."""
         self._captures: weakref.WeakKeyDictionary[Owner, _Captures] = weakref.WeakKeyDictionary()
