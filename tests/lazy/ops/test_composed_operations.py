@@ -5,6 +5,9 @@ Of those here the operator database (tests/lazy/op_db) has all but windows and f
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,3 +86,21 @@ def test_an_assertion_waits_for_nothing_and_raises_after_a_later_program(device:
     assert x.tolist() == pytest.approx([2.0, 3.718, 8.389], rel=1e-3)
     with pytest.raises(RuntimeError, match="with single nonzero value, but got zero"):
         torch._assert_async(torch.zeros(1, dtype=torch.bool).to(device))  # the host knows its value
+    torch._assert_async((x > 200).any(), "read with another value")
+    y = x * 2
+    with pytest.raises(RuntimeError, match="read with another value"):
+        y[0].item()
+
+
+@pytest.mark.parametrize("end", ["", "xla_amp.sync()"])
+def test_an_assertion_that_nothing_waits_for_is_reported_at_exit(end: str, tmp_path: Path) -> None:
+    program = f"""
+import torch, xla_amp
+x = torch.arange(3.0).to(xla_amp.xla_device()).exp()
+torch._assert_async((x > 0).all(), "holds")
+torch._assert_async((x > 100).any(), "too small")
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert "RuntimeError: too small" in done.stderr
+    assert "holds" not in done.stderr.replace(program, "")

@@ -7,6 +7,7 @@ data; arguments are checked or moved first; a step ends there.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import math
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from xla_amp.common import events
-from xla_amp.lazy.base import shapes
+from xla_amp.lazy.base import forks, shapes
 from xla_amp.lazy.graph.trace import Poisoned, trace
 from xla_amp.lazy.ops import dynamic_shape
 from xla_amp.lazy.ops.checks.argument_rules import EACH_CALL, ArgumentRule, check_fits
@@ -75,7 +76,10 @@ def _assert_async(
     assert_msg: str = "Expected Tensor with single nonzero value, but got zero",
     dep_token: Any = None,
 ) -> torch.Tensor | None:
-    """Waits for nothing: the error comes after a later program, as on CUDA; an observed step reads the value."""
+    """Waits for nothing: the error comes with the next wait or program, as on CUDA, or when the interpreter exits.
+
+    An observed step reads the value.
+    """
     if self.numel() != 1:
         raise RuntimeError(f"torch._assert_async expects a tensor of one element, got {list(self.shape)}")
     where = events.user_location()
@@ -101,8 +105,18 @@ def _check_asserted() -> None:
             raise RuntimeError(text)
 
 
+@atexit.register
+def _check_at_exit() -> None:
+    """Before JAX's handler, which was registered before; a forked child has nothing of its own to check."""
+    if _asserted and not forks.is_forked():
+        for read, _ in list(_asserted):
+            read.value()  # runs what was recorded, and waits
+        _check_asserted()
+
+
 execute.program_ran.subscribe(_check_asserted)
 execute.waited.subscribe(_check_asserted)
+transfer.downloaded.subscribe(_check_asserted)
 
 
 # -- factorizations that autograd keeps -------------------------------------------------------------------------------

@@ -9,13 +9,18 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp.common import interrupts
+from xla_amp.common import events, interrupts
 from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy.base import dtypes, forks, private_api
 from xla_amp.lazy.base.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
 from xla_amp.lazy.graph.trace import Buffer, spec
 from xla_amp.lazy.programs import mesh, pjrt, recompile_reasons
 from xla_amp.lazy.programs.metrics import metrics
+
+
+@events.Point
+def downloaded() -> None:
+    """After Python has waited for a value."""
 
 
 @interrupts.deferred
@@ -53,6 +58,7 @@ def download(array: jax.Array) -> torch.Tensor:
         if not mesh.ended.listeners:
             raise
         raise StepFailedError(f"{error}{mesh.ended_peers()}") from error
+    downloaded()
     return to_torch(value)
 
 
