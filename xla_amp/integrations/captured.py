@@ -9,7 +9,7 @@ from typing import Any
 
 from xla_amp.common import events
 from xla_amp.engines import base
-from xla_amp.lazy.capture.values import FUNCTIONS, bound
+from xla_amp.training.reader import FUNCTIONS, bound
 
 
 def obstacle(callbacks: Iterable[Any], root: type, hooks: Iterable[str]) -> str | None:
@@ -46,7 +46,7 @@ def code(owner: Any, root: type, names: Iterable[str]) -> list[Any]:
     """
     found = [each for name in names for each in _methods(owner, root, name)]
     for function in found:  # which grows
-        values, named = bound(function)
+        values, named, _ = bound(function)
         file = [each for each, *_ in values if isinstance(each, FUNCTIONS) and each.__module__ == function.__module__]
         methods = [each for name in named for each in _methods(owner, root, name)]
         found += [each for each in dict.fromkeys((*file, *methods)) if each not in found]
@@ -60,5 +60,5 @@ def _methods(owner: Any, root: type, name: str) -> Iterator[Any]:
         function = inspect.unwrap(getattr(value, "__func__", value))  # also of a static or class method
         if isinstance(function, types.FunctionType) and getattr(value, "__self__", owner) is owner:
             yield (method := types.MethodType(function, owner))
-            if name not in bound(method)[1]:  # it does not call that of a base
+            if name not in bound(method).names:  # it does not call that of a base
                 return

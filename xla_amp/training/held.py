@@ -1,15 +1,12 @@
-"""What an optimizer, or another object of a training step, holds in Python.
+"""What an optimizer, or another object of a training step, held in Python before a step.
 
-`containers` is the one reader of optimizers: state may be a parameter's or have a name, be in attributes, in the
-options of groups, in an inner optimizer or in an object of a library.  `leaves` are the values in them.  `Saved`
-restores containers, and `Held` tells what a step has changed in an optimizer.
+`Saved` restores the containers that the `reader` finds, and `Held` tells what a step has changed in an optimizer.
 """
 
 from __future__ import annotations
 
 import collections
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -19,95 +16,9 @@ from torch.optim import Optimizer
 
 from xla_amp.engines import base, devices
 from xla_amp.errors import StepError
+from xla_amp.training import reader
 
-Path = tuple[Any, ...]
-"""The attributes, keys and indices that lead to a value."""
-
-STATEFUL = (torch.nn.Module, Optimizer, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
-_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _IMMUTABLE = (tuple, frozenset)
-_OPAQUE = frozenset({*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxlib", "xla_amp"}) - {"__main__"}
-"""Packages whose objects are not searched."""
-_NOTES = frozenset(
-    {
-        "_opt_called",
-        "_step_count",
-        "_need_device_dtype_check_for_fused",
-        "grad_scale",
-        "found_inf",
-    }
-)
-"""Attributes of an optimizer in which torch's schedules, checks and scalers note what they did."""
-
-
-class Leaf(NamedTuple):
-    """A value that is no container; ``holder[key]``, where the attributes of an object are a dict."""
-
-    path: Path
-    holder: Any
-    key: Any
-    value: Any
-
-
-def attributes(value: Any) -> dict[str, Any] | None:
-    """The attributes of an optimizer, or of an object of another library or of the program; None for other values."""
-    if isinstance(value, Optimizer):
-        return vars(value)
-    if isinstance(value, torch.Tensor | torch.nn.Module | type) or type(value).__module__.partition(".")[0] in _OPAQUE:
-        return None
-    return getattr(value, "__dict__", None)
-
-
-def containers(
-    owner: Any,
-    contents: Mapping[int, Any] | None = None,
-    attributes: Callable[[Any], dict[str, Any] | None] = attributes,
-) -> Iterator[tuple[Path, Any, Iterable[tuple[Any, Any]]]]:
-    """The dicts, lists, tuples, sets and deques that `owner` reaches, each once, with its path and its items.
-
-    Args:
-        owner: an optimizer, or another object or container.
-        contents: earlier contents of containers by ``id``.
-        attributes: the dict of an object that is searched, None for one that is not.
-    """
-    seen = set[int]()
-    todo: collections.deque[tuple[Path, Any]] = collections.deque([((), owner)])
-    while todo:
-        path, value = todo.popleft()
-        held = value if isinstance(value, _CONTAINERS) else attributes(value)
-        if held is None or id(held) in seen:
-            continue
-        seen.add(id(held))
-        content = held if contents is None else contents.get(id(held), held)
-        pairs = content.items() if isinstance(content, dict) else enumerate(content)
-        items = [(each, each) for each in content] if isinstance(content, set | frozenset) else list(pairs)
-        yield path, held, items
-        todo.extend(((*path, key), inner) for key, inner in items if type(inner) not in _PLAIN)
-
-
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, float, int, bool, str, type(None)))
-
-
-def leaves(
-    owner: Any,
-    contents: Mapping[int, Any] | None = None,
-    attributes: Callable[[Any], dict[str, Any] | None] = attributes,
-) -> Iterator[Leaf]:
-    """The values that `owner` holds: tensors, numbers, functions and objects that are not searched.
-
-    Arguments are those of `containers`.
-    """
-    for path, held, items in containers(owner, contents, attributes):
-        for key, value in items:
-            plain = type(value) in _PLAIN
-            if (plain or (not isinstance(value, _CONTAINERS) and attributes(value) is None)) and key not in _NOTES:
-                yield Leaf((*path, key), held, key, value)
-
-
-def device_tensors(owner: Any) -> Iterator[torch.Tensor]:
-    """The dense tensors on an XLA device that `owner` holds, each once."""
-    held = {id(leaf.value): leaf.value for leaf in leaves(owner) if isinstance(leaf.value, torch.Tensor)}
-    return (each for each in held.values() if each.layout is torch.strided and devices.is_xla(each.device.type))
 
 
 def storage_id(storage: Any) -> int:
@@ -123,25 +34,6 @@ def part(tensor: torch.Tensor) -> Any:
     return address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def name(path: Path) -> str:
-    """A path for people, such as ``state[Parameter(2, 3)].step``."""
-    text = ""
-    for key in path:
-        if isinstance(key, str):
-            text += f".{key}"
-        else:
-            text += f"[{type(key).__name__}{tuple(key.shape)}]" if isinstance(key, torch.Tensor) else f"[{key}]"
-    return text.removeprefix(".")
-
-
-def optimizers(owner: Optimizer) -> list[Optimizer]:
-    """An optimizer and those that it holds."""
-    found = {id(owner): owner}
-    for _, _, items in containers(owner):
-        found.update((id(value), value) for _, value in items if isinstance(value, Optimizer))
-    return list(found.values())
-
-
 class Saved:
     """The present contents of the containers that some objects reach.
 
@@ -150,9 +42,9 @@ class Saved:
         attributes: as for `containers`.
     """
 
-    def __init__(self, owner: Any, attributes: Callable[[Any], dict[str, Any] | None] = attributes) -> None:
+    def __init__(self, owner: Any, attributes: Callable[[Any], dict[str, Any] | None] = reader.attributes) -> None:
         self._owner = owner
-        self._held = [held for _, held, _ in containers(owner, None, attributes)]
+        self._held = [held for _, held, _ in reader.containers(owner, None, attributes)]
         self._contents: dict[int, Any] = {
             id(held): held if isinstance(held, _IMMUTABLE) else held.copy() for held in self._held
         }
@@ -175,7 +67,7 @@ class Change(NamedTuple):
 
     replaced: list[tuple[torch.Tensor, torch.Tensor, Any]]
     """New tensors on the device, each with the one that it replaces and the storage that this had."""
-    path: Path | None
+    path: reader.Path | None
     """The first value on the host that differs."""
     created: bool
     """Whether there are other values than before."""
@@ -217,8 +109,8 @@ class Held(Saved):
         ]
         if self._is_unchanged():
             return Change(replaced, None, created=False)
-        old = {leaf.path: leaf.value for leaf in leaves(self._owner, self._contents)}
-        new = {leaf.path: leaf.value for leaf in leaves(self._owner)}
+        old = {leaf.path: leaf.value for leaf in reader.leaves(self._owner, self._contents)}
+        new = {leaf.path: leaf.value for leaf in reader.leaves(self._owner)}
         first, known = None, set[int]()
         for path, before in old.items():
             if path not in new or self._is_same(before, after := new[path]):

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from xla_amp.common import events
 from xla_amp.engines import base, devices
-from xla_amp.training import capturable, held, initial_state
+from xla_amp.training import capturable, held, initial_state, reader
 
 
 class _Decides(enum.Enum):
@@ -77,7 +77,7 @@ def _has_torchs_step(optimizer: Optimizer) -> bool:
 
 def _undone(optimizer: Optimizer, found_inf: torch.Tensor, step: Callable[[], Any]) -> Any:
     """A step that the device undoes where `found_inf` is not zero; also on the host, if it has changed values there."""
-    with devices.engine().guard(functools.partial(held.device_tensors, optimizer)) as guard:
+    with devices.engine().guard(functools.partial(reader.device_tensors, optimizer)) as guard:
         before = held.Held(optimizer)
         try:
             result = step()
@@ -100,7 +100,7 @@ def _undone(optimizer: Optimizer, found_inf: torch.Tensor, step: Callable[[], An
 
 def _watched(optimizer: Optimizer, step: Callable[[], Any]) -> Any:
     """A step that is not skipped; finds out who decides on the next ones."""
-    with devices.engine().guard(functools.partial(held.device_tensors, optimizer)) as guard:
+    with devices.engine().guard(functools.partial(reader.device_tensors, optimizer)) as guard:
         before = held.Held(optimizer)
         result = step()
         waited, change = guard.waited(), before.change(guard.made)
@@ -115,9 +115,9 @@ def _watched(optimizer: Optimizer, step: Callable[[], Any]) -> Any:
     return result
 
 
-def _warn(optimizer: Optimizer, path: held.Path | None) -> None:
+def _warn(optimizer: Optimizer, path: reader.Path | None) -> None:
     what = "reads values of the device" if path is None else "keeps state on the host that changes"
-    where = "" if path is None else f" ({held.name(path)})"
+    where = "" if path is None else f" ({reader.name(path)})"
     events.warn(
         f"{type(optimizer).__name__} {what} in every step{where}, so each step waits for the device to learn whether "
         "it is skipped. xla_amp.syncfree.SGD, Adam and AdamW, and those of torch.optim, do not wait"
@@ -128,7 +128,7 @@ def _warn(optimizer: Optimizer, path: held.Path | None) -> None:
 def _counting_on_device(optimizer: Optimizer) -> Iterator[None]:
     """Makes an optimizer, and those that it holds, count steps on the device where they support it."""
     with contextlib.ExitStack() as stack:
-        every = [optimizer] if _has_torchs_step(optimizer) else held.optimizers(optimizer)
+        every = [optimizer] if _has_torchs_step(optimizer) else reader.optimizers(optimizer)
         for each in reversed(every):  # an outer optimizer may have the groups of an inner one
             stack.enter_context(_one_counting(each))
         yield

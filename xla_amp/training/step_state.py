@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -15,39 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xla_amp.engines import base
 from xla_amp.torch_common.trees import tree_leaves
-from xla_amp.training import held
-
-
-def reachable(step: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-    """Modules, optimizers, schedulers and scalers that `step` reaches: arguments, closure, globals, its bound object.
-
-    Objects that hold them (a trainer) are searched one attribute level deep.
-    """
-    plain = inspect.unwrap(step)
-    while hasattr(plain, "func"):  # functools.partial
-        arguments = [*arguments, *plain.args, *plain.keywords.values()]
-        plain = plain.func
-    values = [*tree_leaves(list(arguments))]
-    owner = getattr(plain, "__self__", None)
-    if owner is None and not inspect.isfunction(plain):
-        owner = plain  # a callable object
-    function = getattr(plain, "__func__", plain)
-    if not inspect.isfunction(function):
-        function = vars(type(plain)).get("__call__")
-    if inspect.isfunction(function):
-        variables = inspect.getclosurevars(function)
-        values += [*variables.nonlocals.values(), *variables.globals.values()]
-    if owner is not None:
-        values.append(owner)
-    found: dict[int, Any] = {}
-    for value in values:
-        inner = vars(value).values() if hasattr(value, "__dict__") and not inspect.isroutine(value) else ()
-        if inspect.ismodule(value) or isinstance(value, type):
-            inner = ()
-        for candidate in (value, *tree_leaves(list(inner))):
-            if isinstance(candidate, held.STATEFUL):
-                found[id(candidate)] = candidate
-    return list(found.values())
+from xla_amp.training import held, reader
 
 
 @contextlib.contextmanager
@@ -92,7 +59,7 @@ def restored(objects: Iterable[Any]) -> Iterator[None]:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    return vars(value) if isinstance(value, held.STATEFUL) else held.attributes(value)
+    return vars(value) if isinstance(value, reader.STATEFUL) else reader.attributes(value)
 
 
 class _Written(TorchDispatchMode):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
@@ -23,7 +23,7 @@ from xla_amp.lazy.capture.recording import Recording
 from xla_amp.lazy.capture.replay import Replay
 from xla_amp.lazy.capture.state import Snapshot, State
 from xla_amp.lazy.capture.values import STATE, Entry, NotReplayableError, difference, is_dense, same
-from xla_amp.lazy.graph.trace import Owner, this_thread, trace
+from xla_amp.lazy.graph.trace import Owner, heard, this_thread, trace
 from xla_amp.lazy.programs import execute, pjrt, recompile_reasons
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.policy import regions
@@ -120,9 +120,11 @@ class Capture:
         """Calls that were replayed, and their count after which one is recorded and compared."""
 
     def _compared(self, now: Snapshot) -> list[list[Entry]]:
-        numbers = enumerate(zip(now.options, now.numbers, strict=True))
-        constants = [(option.label, number) for at, (option, number) in numbers if at not in self._inputs]
-        inputs = [now.numbers[at] for at in self._given]
+        constants = []
+        for at, (option, number) in enumerate(zip(now.options, now.numbers, strict=True)):
+            if at not in self._inputs:
+                constants.append((option.label, number))
+        inputs = [*map(now.numbers.__getitem__, self._given)]
         equal = [inputs.index(number) if number else -1 for number in inputs]
         had = [had for at, had in enumerate(now.had_gradient) if at in self._reads]
         last = [("which numbers of optimizers are equal or zero", equal), ("which parameters have a gradient", had)]
@@ -228,15 +230,16 @@ class Compiled(Generic[_Arguments, _Result]):
 
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         # These see all operations, of which a replay has none.
-        listened = events.decided.listeners or execute.flush_nears.listeners or execute.flush_begins.listeners
+        listened = events.decided.listeners or heard(execute.flush_nears, execute.flush_begins)
         watched = listened or torch._C._len_torch_dispatch_stack()
-        if self._own.given_up or trace.eager or watched:
+        own = self._own
+        if own.given_up or trace.eager or watched:
             return self._step(*args, **kwargs)
-        if not self._own.cache:
+        if not own.cache:
             base.require_lazy("compile()", "torch_xla.compile")
             base.select().device()
-        before = self._snapshot(args, kwargs)
-        capture = self._find(before)
+        before = self._snapshot(own, args, kwargs)
+        capture = self._find(own, before)
         if capture is None:
             return self._step(*args, **kwargs)
         if capture.replay is not None and capture.replays < capture.audit_at and not self._check:
@@ -252,10 +255,10 @@ class Compiled(Generic[_Arguments, _Result]):
                 replayed: _Result = found[0]
                 return replayed
             capture.replay = capture.last = None  # a tensor that it reads, and that is not in its state, was freed
-        recorded: _Result = self._record(capture, before, args, kwargs)
+        recorded: _Result = self._record(own, capture, before, args, kwargs)
         return recorded
 
-    def _snapshot(self, args: Any, kwargs: Any) -> Snapshot:
+    def _snapshot(self, own: _Captures, args: Any, kwargs: Any) -> Snapshot:
         """The arguments, the modes of this thread and the state."""
         flat, tree = tree_flatten((args, kwargs))
         for arg in flat:
@@ -264,50 +267,50 @@ class Compiled(Generic[_Arguments, _Result]):
                     f"a captured step expects dense tensors on {DEVICE_TYPE!r}, got one on {arg.device} (shape "
                     f"{list(arg.shape)}, {arg.layout}); call tensor.to(xla_amp.xla_device()) or to_dense() before"
                 )
-        return self._own.state.snapshot([("the structure of its arguments", tree), *_modes()], flat)
+        return own.state.snapshot([("the structure of its arguments", tree), *_modes()], flat)
 
-    def _find(self, before: Snapshot) -> Capture | None:
+    def _find(self, own: _Captures, before: Snapshot) -> Capture | None:
         """The capture of a call, a new one if there is none; None beyond the limit."""
-        for capture in reversed(self._own.cache):
+        for capture in reversed(own.cache):
             if capture.matches(before):
-                self._own.cache.remove(capture)
-                self._own.cache.append(capture)  # the one used last
+                own.cache.remove(capture)
+                own.cache.append(capture)  # the one used last
                 return capture
-        reason = self._own.cache[-1].difference(before) if self._own.cache else ""
-        if len(self._own.cache) >= self._limit and self._own.cache[0].replays:
-            del self._own.cache[0]  # what it was for is over, as an epoch
-        if len(self._own.cache) >= self._limit:
+        reason = own.cache[-1].difference(before) if own.cache else ""
+        if len(own.cache) >= self._limit and own.cache[0].replays:
+            del own.cache[0]  # what it was for is over, as an epoch
+        if len(own.cache) >= self._limit:
             if not self.reasons:
-                self._report(f"it has been captured {len(self._own.cache)} times, its limit; {reason}", for_good=False)
+                self._report(f"it has been captured {len(own.cache)} times, its limit; {reason}", for_good=False)
             return None
-        if any(capture.replay is not None for capture in self._own.cache):
+        if any(capture.replay is not None for capture in own.cache):
             recompile_reasons.captured_again(reason)
-        self._own.cache.append(Capture(before))
-        return self._own.cache[-1]
+        own.cache.append(Capture(before))
+        return own.cache[-1]
 
     @interrupts.deferred
-    def _record(self, capture: Capture, before: Snapshot, args: Any, kwargs: Any) -> Any:
+    def _record(self, own: _Captures, capture: Capture, before: Snapshot, args: Any, kwargs: Any) -> Any:
         """Calls the step, records its program, and compares it with the last recorded call."""
-        run, known = Recording(self._own.state, before), len(self._own.state.counters)
+        run, known = Recording(own.state, before), len(own.state.counters)
         result = run.call(self._step, args, kwargs)
         try:
-            capture.add(run, result, self._snapshot(args, kwargs))
-            if len(self._own.state.counters) > known:
-                self._own.cache = [capture]  # others compare the value of the counter
+            capture.add(run, result, self._snapshot(own, args, kwargs))
+            if len(own.state.counters) > known:
+                own.cache = [capture]  # others compare the value of the counter
             if capture.replay is not None:
-                self._own.failures = 0
+                own.failures = 0
             return tree_map_only(torch.Tensor, lambda each: each.detach() if each.requires_grad else each, result)
         except NotReplayableError as reason:
             if capture.replay is not None:
-                self._own.given_up = True
+                own.given_up = True
                 raise CaptureError(
                     f"{self!r} no longer does what was captured, so some of its last {capture.replays} calls may have "
                     f"been wrong: {reason}. Call reset() when you change what it depends on, or pass that as an "
                     "argument"
                 ) from None
-            self._own.cache.remove(capture)
-            self._own.failures += 1
-            if self._own.failures >= PATIENCE:
+            own.cache.remove(capture)
+            own.failures += 1
+            if own.failures >= PATIENCE:
                 self._report(str(reason))
         return result
 
@@ -320,11 +323,13 @@ class Compiled(Generic[_Arguments, _Result]):
         events.warn(f"{text}. Each call is recorded: correct, but slower")
 
 
-def _modes() -> Iterator[Entry]:
+def _modes() -> list[Entry]:
     """The settings of this thread that shape the program."""
     region = regions.current(DEVICE_TYPE)
     low = torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE)
-    yield "the mode of gradients", (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-    yield "the default dtype", torch.get_default_dtype()
-    yield "the region", (low, region and (region.policy, region.low, region.enabled))
-    yield "the policy", policies.resolve(default_name(pjrt.platform()))
+    return [
+        ("the mode of gradients", (torch.is_grad_enabled(), torch.is_inference_mode_enabled())),
+        ("the default dtype", torch.get_default_dtype()),
+        ("the region", (low, region and (region.policy, region.low, region.enabled))),
+        ("the policy", policies.resolve(default_name(pjrt.platform()))),
+    ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from xla_amp.lazy.capture import bytecode
 from xla_amp.lazy.capture.values import NotReplayableError
+from xla_amp.training import bytecode
 
 _MOST: Final = 1000
 """Values from one call to the next for which decisions are compared."""

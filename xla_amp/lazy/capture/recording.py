@@ -24,16 +24,7 @@ from torch.nn.modules import module
 
 from xla_amp.lazy.capture.counters import Count
 from xla_amp.lazy.capture.state import Snapshot, State
-from xla_amp.lazy.capture.values import (
-    NOWHERE,
-    PLAIN,
-    NotReplayableError,
-    differences,
-    functions,
-    is_dense,
-    plain,
-    view,
-)
+from xla_amp.lazy.capture.values import PLAIN, NotReplayableError, differences, is_dense, plain, view
 from xla_amp.lazy.graph import generator
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Buffer, Spec, this_thread, trace
@@ -43,6 +34,7 @@ from xla_amp.lazy.steps import optimizer_step, step_marker
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.torch_common import dynamo
 from xla_amp.torch_common.trees import tree_leaves
+from xla_amp.training.reader import NOWHERE, functions
 
 Reference: TypeAlias = "ref[Buffer]"
 Source: TypeAlias = "int | Reference | Buffer"
@@ -101,7 +93,7 @@ class Recording:
         self._misstep: str | None = None
         """Why a replay cannot step a schedule as the call did."""
         before.release()
-        state.objects = None
+        state.forget()
 
     def call(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the step, whose operations become one program, and returns its result."""
@@ -249,12 +241,13 @@ class Recording:
         old, new = self._before.unchanged(self._steered), after.unchanged(after.steered())
         changes = {label: each for label, *each in differences(old, new)}
         same = {label: ["", by, by] for label, by in itertools.chain(*new) if label in self._state.counters}
+        counts, owners = after.counts, after.owners
         names = {label: label.rpartition(".")[::2] for label in {**changes, **same}}
         for label, (how, one, other) in {**same, **changes}.items():
             (owner, name), read = names[label], ""
-            holder = after.owners.get(owner)
+            holder = owners.get(owner)
             try:
-                if label in after.counts and one is not None and one[:-1] == other[:-1]:
+                if label in counts and one is not None and one[:-1] == other[:-1]:
                     code = functions(self._state.functions, holder)
                     self.counts[label] = Count(one, other, code, holder, name, {each for _, each in names.values()})
                     self._state.counters.add(label)

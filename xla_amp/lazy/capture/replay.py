@@ -8,10 +8,9 @@ runs the trace by, so all that a flush does (meshes, memory, failures, waiting) 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -40,9 +39,9 @@ class Replay:
         self._instructions = {node.instruction.id: node.instruction for node in nodes(run.key.code)}
         """Kept here, as the cache of programs may drop the program, which the next call then makes again."""
         sources = list(zip(run.inputs, run.held or (), strict=True))
-        self._positions = [at if isinstance(at, int) and held else None for at, held in sources]
-        """The position of each input that is held there afterwards, too."""
-        self._special = [index for index, position in enumerate(self._positions) if position is None]
+        self._positions = [at if isinstance(at, int) and held else -1 for at, held in sources]
+        """The position of each input that is held there afterwards, too; -1 for others."""
+        self._special = [index for index, position in enumerate(self._positions) if position < 0]
         self._bindings = {**earlier.bindings, **later.bindings}
         loose = {source for source, held in sources if isinstance(source, int) and not held}
         self._unbound = [at for at in self._bindings if at >= later.first_gradient or at in loose]
@@ -72,21 +71,18 @@ class Replay:
             NotReplayableError: the step keeps a tensor where a replay would not bind it.
             StepFailedError: the program failed.
         """
-        self._check_holders()
+        if self._loose:
+            self._check_holders()
         execute.flush()
-        settle(buffer for buffer in state.buffers if buffer is not None)
+        settle(filter(None, state.buffers))
         slots = {at: state.at(at)[2] for at in self._bindings}
-        tensors = ((at, state.at(at)[0]) for at in self._moved)
-        moved = {at: tensor for at, tensor in tensors if tensor is not None}
+        moved = {at: state.at(at)[0] for at in self._moved}
         parameters = self._parameters(state.buffers)
-        if parameters is None or len(moved) < len(self._moved):
+        if parameters is None or type(None) in map(type, moved.values()):
             return None
         computed = [_output(target, state.buffers) for target in self._recorded.computed]
         numbers, hosts = state.numbers, state.repeated
-        counts = [(state.counts[label], each.amount) for label, each in self._recorded.counts.items() if each.amount]
-        counted = [
-            (count, int(count if isinstance(count, torch.Tensor) else count.value()) + by) for count, by in counts
-        ]
+        counted = [*self._counted(state.counts)] if self._recorded.counts else []
         state.release()
         for at in self._unbound:
             slots[at].put(None)
@@ -104,13 +100,20 @@ class Replay:
                 pass
         return (self._returned(make),)
 
+    def _counted(self, counts: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
+        """The integers on the host that a call changes, each with what it is afterwards."""
+        for label, each in self._recorded.counts.items():
+            if each.amount:
+                count = counts[label]
+                yield count, int(count if isinstance(count, torch.Tensor) else count.value()) + each.amount
+
     def _parameters(self, buffers: Sequence[Buffer | None]) -> list[Buffer] | None:
         """The buffers of the inputs; None if one is missing, or has no value."""
         inputs = self._recorded.run.inputs
-        found = [None if at is None else buffers[at] for at in self._positions]
+        found = [*map((*buffers, None).__getitem__, self._positions)]
         for index in self._special:
             found[index] = _input(inputs[index], buffers)
-        parameters = [buffer for buffer in found if buffer is not None]
+        parameters = [*filter(None, found)]
         if len(parameters) < len(found) or {type(None), Poisoned}.intersection(map(type, map(_array, parameters))):
             return None
         return parameters
@@ -121,7 +124,7 @@ class Replay:
         floats = list(run.floats)
         for index, number in self.options.items():
             floats[index] = numbers[number]
-        seed, offset = generator.state()
+        seed, offset = generator.stream()
         streams = [(seed, offset + at) if s is None else (s, at) for s, at in self._streams]
         return execute.Run(
             key=run.key,
@@ -147,12 +150,14 @@ class Replay:
             )
 
 
-def _maker(moved: Mapping[int, torch.Tensor], computed: Sequence[Buffer]) -> Callable[[Origin], torch.Tensor]:
+def _maker(moved: Mapping[int, Any], computed: Sequence[Buffer]) -> Callable[[Origin], torch.Tensor]:
     """A function that makes the tensors that a call binds or returns."""
-    whole = functools.cache(lambda at: transfer.tensor_over(computed[at]))
+    made = dict(moved)
 
     def make(origin: Origin) -> torch.Tensor:
-        base = moved[origin.at] if origin.at >= 0 else whole(~origin.at)
+        base = made.get(origin.at)
+        if base is None:
+            base = made[origin.at] = transfer.tensor_over(computed[~origin.at])
         return base if view(base) == origin.view and not base.requires_grad else tensor_io.new_view(base, *origin.view)
 
     return make

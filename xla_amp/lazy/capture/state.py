@@ -7,23 +7,23 @@ something in them was replaced, which is seen by identity, all at once.
 
 from __future__ import annotations
 
-import collections
-import contextlib
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter, call, is_, itemgetter
+from operator import attrgetter, call, getitem, is_not, itemgetter, methodcaller
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from xla_amp.lazy.capture.values import FUNCTIONS, NOWHERE, Entry, Named, Reading, Slot, bound, called, is_dense, plain
+from xla_amp.lazy.capture.values import Entry, Reading, accumulates, is_dense, plain
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.steps import optimizer_step
 from xla_amp.lazy.tensors import tensor_io
-from xla_amp.training import capturable, held, initial_state
+from xla_amp.training import capturable, initial_state, reader
+from xla_amp.training.reader import FUNCTIONS, NOWHERE, Bound, Named, Slot, bound
 
 _OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
 _SILENT: Final = _OF_EVERY_MODULE - {"training"} | {"_until_check"}
@@ -51,10 +51,14 @@ class _Objects(Reading):
         super().__init__()
         self._given = list(given)
         self.options: list[Option] = []
-        self._groups: list[dict[str, Any]] = []
-        self._spaces: list[dict[str, Any]] = []
+        self._of_tuples: list[Option] = []
+        """Each number of a tuple; they are the last of `options`."""
+        self._singles: tuple[list[Any], list[str]] = [], []
+        """Groups, and which of their options are numbers."""
+        self._tuples: tuple[list[Any], list[str]] = [], []
+        self._modules: list[dict[str, Any]] = []
         self._attributes: list[Callable[[Any], Any]] = []
-        """Each reads from one of `_spaces`, those of modules and scalers, what is watched of them."""
+        """Each reads from one of `_modules`, the attributes of modules and scalers, what is watched of them."""
         self.objects.update(given)
         known = set[int]()
         while new := [(key, *each) for key, each in self.objects.items() if key not in known]:
@@ -62,29 +66,27 @@ class _Objects(Reading):
             for key, label, owner in modules or new:  # optimizers last, when most of their tensors have a position
                 self._object(owner, label)
                 known.add(key)
-        self._plain = [each.tensor for each in self.tensors]
-        self.buffers = _buffers_of(self._plain)
-        self.parameters = {id(each.tensor): each.tensor for each in self.tensors if _may_have_gradient(each.tensor)}
-        self._counts = self._count(self._given)
-        self._seen = [*self._now()]
+        self._typed += [owner for _, owner in self.objects.values()]
+        self.options += self._of_tuples
+        self.end()
+        self.keep()
 
-    def is_current(self, given: dict[int, tuple[str, Any]]) -> bool:
+    def holds(self, given: dict[int, tuple[str, Any]]) -> bool:
         """Whether reading `given` now would find the same."""
-        with contextlib.suppress(KeyError):  # an attribute that was deleted
-            return self._counts == self._count(list(given)) and all(map(is_, self._now(), self._seen))
-        return False
+        return self._given == list(given) and self.is_current()
 
-    def _count(self, given: list[int]) -> list[int]:
-        """All that is seen by equality: the objects, how many hooks were ever registered, and lengths."""
-        return [*given, RemovableHandle.next_id, *map(len, self.sized)]
+    def numbers(self) -> list[float]:
+        """The options now."""
+        return [*map(float, itertools.chain(map(getitem, *self._singles), *map(getitem, *self._tuples)))]
 
     def _now(self) -> Iterator[Any]:
-        """All that is seen by identity; a float of an optimizer may be another one."""
-        types = map(type, map(itemgetter(1), self.objects.values()))
-        options = (float if _is_float(value) else value for group in self._groups for value in group.values())
-        attributes = itertools.chain.from_iterable(map(call, self._attributes, self._spaces))
-        watched = itertools.chain.from_iterable(self.watched)
-        return itertools.chain(types, options, attributes, watched, (_END,), map(_buffer, map(_storage, self._plain)))
+        tuples = [*map(getitem, *self._tuples)]
+        options = map(type, itertools.chain(map(getitem, *self._singles), tuples, *tuples))
+        attributes = itertools.chain.from_iterable(map(call, self._attributes, self._modules))
+        return itertools.chain(options, attributes, super()._now())
+
+    def _sizes(self) -> list[Any]:
+        return [RemovableHandle.next_id, *super()._sizes()]  # how many hooks were ever registered
 
     def _object(self, owner: Any, label: str) -> None:
         space = vars(owner)
@@ -102,8 +104,8 @@ class _Objects(Reading):
             self._rest(owner, label)
             return
         own = {name: value for name, value in space.items() if name not in _SILENT}
-        self.sized.append(space)
-        self._spaces.append(space)
+        self._sized.append(space)
+        self._modules.append(space)
         is_module = isinstance(owner, torch.nn.Module)
         self._attributes.append(itemgetter(*(_TABLES if is_module else ()), *own))
         for name, table in space.items() if is_module else ():
@@ -124,7 +126,8 @@ class _Objects(Reading):
 
     def _group(self, owner: Optimizer, group: dict[str, Any], label: str) -> None:
         """Options, parameters, and the state in the order of the parameters."""
-        self._groups.append(group)
+        self._sized.append(group)
+        self.looked.append((group.get, "params"))
         for name in [name for name in group if name not in ("params", "param_names")]:
             self._option(owner, Slot(group, name), f"{label}[{name!r}]")
         self.watch(group["params"])
@@ -147,25 +150,33 @@ class _Objects(Reading):
             return space if value is owner else None
 
         known = {id(space), id(owner.state), *(id(group["params"]) for group in owner.param_groups)}
-        for path, container, _ in held.containers(owner, None, attributes):
+        for path, container, _ in reader.containers(owner, None, attributes):
             of_parameter = path[:1] == ("state",) and len(path) > 1 and isinstance(path[1], torch.Tensor)
             if of_parameter or path[:1] in (("param_groups",), ("defaults",)):
                 known.add(id(container))
             elif id(container) not in known:
                 self.watch(container)
         known -= {id(space), id(owner.state)}
-        for path, holder, key, value in held.leaves(owner, None, attributes):
+        for path, holder, key, value in reader.leaves(owner, None, attributes):
             if id(holder) not in known and not callable(value):
-                self.add(value, f"{label}.{held.name(path)}", Slot(holder, key))
+                self.add(value, f"{label}.{reader.name(path)}", Slot(holder, key))
 
     def _option(self, owner: Optimizer, slot: Slot, label: str) -> None:
-        value = slot.value()
+        value, (group, name) = slot.value(), slot
         is_input, label = _is_input(owner, slot), label + _remedy(owner, value)
-        if _is_float(value) or (is_input and optimizer_step.is_number(value)):
-            slots = [Slot(slot, at) for at in range(len(value))] if isinstance(value, tuple) else [slot]
-            self.options += [Option(each, label, is_input) for each in slots]
+        if not _is_float(value):
+            self.looked.append((group.get, name))
+        if isinstance(value, tuple) and _is_float(value):
+            self._of_tuples += [Option(Slot(slot, at), label, is_input) for at in range(len(value))]
+            groups, names = self._tuples
+        elif _is_float(value) or (is_input and optimizer_step.is_number(value)):
+            self.options.append(Option(slot, label, is_input))
+            groups, names = self._singles
         else:
             self.add(value, label, slot)
+            return
+        groups.append(group)
+        names.append(name)
 
 
 def _is_float(value: Any) -> bool:
@@ -196,35 +207,41 @@ def _remedy(optimizer: Optimizer, value: Any) -> str:
 class Snapshot:
     """The state at one call, and its arguments: what is compared, and the tensors by position."""
 
-    def __init__(self, modes: list[Entry], fresh: Reading, objects: _Objects, names: tuple[str, ...]) -> None:
-        self.names = names
-        """In the step's own code."""
-        given = [each.tensor for each in fresh.tensors]
-        loose = {id(tensor): tensor for tensor in given if _may_have_gradient(tensor)}
-        self.tensors = [*fresh.tensors, *objects.tensors]
-        self.parameters = list({**objects.parameters, **loose}.values())
-        self.gradients = [parameter.grad for parameter in self.parameters]
-        self.had_gradient = [gradient is not None for gradient in self.gradients]
+    def __init__(self, state: State, modes: list[Entry], given: Reading, named: Reading, objects: _Objects) -> None:
+        self._readings: tuple[Reading, ...] = given, named, objects
+        self.names = state.names
+        """In the code of the step."""
+        self.tensors = [*given.tensors, *named.tensors, *objects.tensors]
+        self.parameters = [*{**objects.parameters, **given.parameters, **named.parameters}.values()]
+        self.gradients = [*map(_gradient, self.parameters)]
+        self.had_gradient = [*map(is_not, self.gradients, itertools.repeat(None))]
         of_gradients = [
             None if each is None or each.is_sparse else tensor_io.buffer_of(each) for each in self.gradients
         ]
-        self.buffers: list[Buffer | None] = [*_buffers_of(given), *objects.buffers, *of_gradients]
+        self.buffers: list[Buffer | None] = [*given.buffers, *named.buffers, *objects.buffers, *of_gradients]
         """By position: of `tensors`, then of `gradients`."""
-        self.repeated = {**fresh.repeated, **objects.repeated}
+        self.repeated = {**given.repeated, **named.repeated, **objects.repeated}
         """Objects on the host by label, each with the method that a replay calls."""
-        self.counts: collections.ChainMap[str, Any] = collections.ChainMap(fresh.counts, objects.counts)
-        self.owners: collections.ChainMap[str, Any] = collections.ChainMap(fresh.owners, objects.owners)
-        self.options = objects.options
-        self.numbers = [float(option.slot.value()) for option in self.options]
-        hooks = itertools.chain.from_iterable(map(_hooks, self.parameters))
+        self.options, self.numbers = objects.options, objects.numbers()
+        hooks = filter(None, itertools.chain.from_iterable(map(_hooks, self.parameters)))
         derived = [
-            ("which parameters require a gradient", [each.requires_grad for each in self.parameters]),
-            ("hooks of its parameters", [[*each.values()] for each in hooks if each]),
+            ("which parameters require a gradient", [*map(_requires_grad, self.parameters)]),
+            ("hooks of its parameters", [*map(list, map(methodcaller("values"), hooks))]),
             ("which tensors share memory", _shared(self.buffers)),
-            *fresh.steps,
+            *(accumulates(label, each) for label, (each, name) in self.repeated.items() if name == "accumulate"),
         ]
-        self.entries = [*modes, *fresh.entries()], objects.entries(), derived
-        """In parts, as that of objects is mostly the same list."""
+        self.entries = [*modes, *given.entries()], named.entries(), objects.entries(), derived
+        """In parts, as those of names and objects are mostly the same lists."""
+
+    @property
+    def counts(self) -> dict[str, Slot | torch.Tensor]:
+        """Integers on the host by label."""
+        return {label: each for reading in reversed(self._readings) for label, each in reading.counts.items()}
+
+    @property
+    def owners(self) -> dict[str, Any]:
+        """Objects by label."""
+        return {label: each for reading in reversed(self._readings) for label, each in reading.owners.items()}
 
     def at(self, position: int) -> tuple[torch.Tensor | None, str, Slot]:
         """The tensor at a position, with what it is called and where it is bound."""
@@ -245,8 +262,7 @@ class Snapshot:
 
     def release(self) -> None:
         """Keeps no tensor alive."""
-        self.counts, self.owners = collections.ChainMap(), collections.ChainMap()
-        self.tensors, self.parameters, self.gradients, self.buffers = [], [], [], []
+        self.tensors, self.parameters, self.gradients, self.buffers, self._readings = [], [], [], [], ()
 
 
 class State:
@@ -256,10 +272,17 @@ class State:
         self._step, self._declared = step, list(declared)
         self.functions = [step, *(each for each in self._declared if isinstance(each, FUNCTIONS))]
         """Those whose code is read."""
+        self.names: tuple[str, ...] = ()
+        """In the code of `functions`."""
+        self._own_names: tuple[str, ...] = ()
+        """In that of the step."""
         self.counters = set[str]()
         """Integers that a recorded call has changed, by label."""
-        self.objects: _Objects | None = None
-        """As they were last read; None keeps none alive that a recorded call may replace."""
+        self._named: Reading | None = None
+        """What code names, as it was last read."""
+        self._objects: _Objects | None = None
+        self._modules: list[torch.nn.Module] = []
+        """Those among the arguments of which the declared functions name attributes."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         """Models and optimizers."""
         self._used: list[weakref.ref[Any]] = []
@@ -271,51 +294,74 @@ class State:
             self._known.update(owner.modules() if isinstance(owner, torch.nn.Module) else [owner])
             self._used.append(weakref.ref(owner))
 
+    def forget(self) -> None:
+        """Reads all again in the next call, and keeps nothing alive until then."""
+        self._named, self._objects, self._modules = None, None, []
+
     def snapshot(self, modes: list[Entry], arguments: list[Any]) -> Snapshot:
         """Reads the state and the arguments; `modes` are compared, too."""
-        fresh, (named, names) = Reading(), bound(self._step)
+        named = self._read_names(arguments)
+        given = Reading()
         for index, each in enumerate(arguments):
-            own = () if index else called(self._step, each, None)
-            if not fresh.look(each, f"argument {index}", NOWHERE, names + own):
-                fresh.compare(f"argument {index} (a {type(each).__name__}, compared by ==)", (type(each), each))
+            label = f"argument {index}"
+            if not given.look(each, label, NOWHERE, self._own_names, None if index else self._step, None):
+                given.compare(f"{label} (a {type(each).__name__}, compared by ==)", (type(each), each))
+        given.end()
+        found = {**given.objects, **named.objects, **given.objects} if given.objects else named.objects
+        objects = self._objects
+        if objects is None or not objects.holds(found):
+            objects = self._objects = _Objects(found)
+            self._known.update(owner for _, owner in objects.objects.values())
+        return Snapshot(self, modes, given, named, objects)
+
+    def _read_names(self, arguments: list[Any]) -> Reading:
+        """What is declared, what code names, and the models and optimizers that a recorded call has used."""
+        modules = [each for each in arguments if _is_module(each)] if self.functions[1:] else []
+        known = self._named
+        if known and [*map(id, modules)] == [*map(id, self._modules)] and known.is_current():
+            return known
+        self._modules = modules
+        named, found = Reading(), bound(self._step)
+        self.names = self._own_names = found.names
+        named.add_bound(found)
+        named.watch(getattr(inspect.unwrap(self._step), "keywords", {}))  # of a functools.partial
         for index, each in enumerate(self._declared):
             attributes = tuple(getattr(each, "__dict__", ()))
-            fresh.look(each, f"state[{index}]", Slot(self._declared, index), attributes)
-        for value, label, slot in named:
-            fresh.look(value, label, slot, names + called(self._step, value, label))
+            named.look(each, f"state[{index}]", Slot(self._declared, index), attributes, None, None)
+        for value, label, slot in found.values:
+            named.look(value, label, slot, found.names, self._step, label)
         if self.functions[1:]:
-            names += self._search(fresh, named, arguments)
+            self._search(named, found, arguments)
         for owner in [owner for reference in self._used if (owner := reference()) is not None]:
-            fresh.add(owner, f"the {type(owner).__name__} that it calls", NOWHERE)
-        objects = self.objects
-        if objects is None or not objects.is_current(fresh.objects):
-            objects = self.objects = _Objects(fresh.objects)
-            self._known.update(owner for _, owner in objects.objects.values())
-        return Snapshot(modes, fresh, objects, names)
+            named.add(owner, f"the {type(owner).__name__} that it calls", NOWHERE)
+        named.end()
+        self._named = None
+        if not named.tensors:  # one that is replaced is freed before the next call
+            named.keep()
+            self._named = named
+        return named
 
-    def _search(self, fresh: Reading, named: list[Named], arguments: list[Any]) -> tuple[str, ...]:
-        """Reads what the declared functions name, and what they name of modules among the arguments; their names."""
+    def _search(self, named: Reading, own: Bound, arguments: list[Any]) -> None:
+        """Reads what the declared functions name, and what they name of modules among the arguments."""
         functions = [bound(each) for each in self.functions[1:]]
-        names = tuple(dict.fromkeys(itertools.chain.from_iterable(each for _, each in functions)))
-        given = [
-            (each, f"argument {at}", NOWHERE) for at, each in enumerate(arguments) if isinstance(each, torch.nn.Module)
-        ]
-        known, seen = {(id(value), label) for value, label, _ in named}, dict[int, Any]()
-        for value, label, slot in itertools.chain(given, *(found for found, _ in functions)):
+        names = tuple(dict.fromkeys(itertools.chain.from_iterable(each.names for each in functions)))
+        self.names += names
+        given = [Named(each, f"argument {at}", NOWHERE) for at, each in enumerate(arguments) if _is_module(each)]
+        known, seen = {(id(each.value), each.name) for each in own.values}, dict[int, Any]()
+        for each in functions:
+            named.add_bound(each)
+        for value, label, slot in itertools.chain(given, *(each.values for each in functions)):
             if (id(value), label) not in known:
                 known.add((id(value), label))
-                fresh.follow(value, label, slot, names, seen)
-        return names
+                named.follow(value, label, slot, names, seen)
 
 
-_END: Final = object()
-_buffer, _hooks = attrgetter("_xla_amp"), attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_storage = torch.Tensor.untyped_storage
+def _is_module(value: Any) -> bool:
+    return isinstance(value, torch.nn.Module)
 
 
-def _buffers_of(tensors: list[torch.Tensor]) -> list[Buffer]:
-    """The buffers of tensors on the device."""
-    return [*map(_buffer, map(_storage, tensors))]
+_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_gradient, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
 
 def _shared(buffers: Sequence[Buffer | None]) -> list[tuple[int, int]]:
@@ -325,7 +371,3 @@ def _shared(buffers: Sequence[Buffer | None]) -> list[tuple[int, int]]:
     firsts = dict[Buffer | None, int]()
     found = list(map(firsts.setdefault, buffers, itertools.count()))
     return [(at, first) for at, first in enumerate(found) if at != first and buffers[at] is not None]
-
-
-def _may_have_gradient(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)

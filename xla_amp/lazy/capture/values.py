@@ -1,21 +1,19 @@
-"""Read what a captured step names: plain values to compare, tensors by slot, and the objects of its state.
+"""Compare what a captured step names: plain values, tensors by slot, and the objects of its state.
 
-One flat pass over closure cells and globals that the step's own code names, one attribute deep (``settings.ALPHA``),
-its bound object, defaults and arguments.  Of functions in ``state=[...]``, it follows attributes to any depth.  What
-other code and objects hold is a constant of the capture.
+One flat pass over what the step's own code names (`reader.bound`), one attribute deep (``settings.ALPHA``), and its
+arguments.  Of functions in ``state=[...]``, it follows attributes to any depth.  What other code and objects hold is a
+constant of the capture.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import enum
 import functools
-import inspect
 import itertools
 import math
 import types
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from operator import attrgetter, call, is_, itemgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,10 +21,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from xla_amp.lazy.capture import bytecode
+from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io
-from xla_amp.torch_common.trees import tree_leaves
+from xla_amp.training.reader import CONTAINERS, FUNCTIONS, NOWHERE, Bound, Slot, called, named_attributes
 
 _MOST: Final = 1000
 """Items of a container or an array on the host that is compared; a larger one is a constant."""
@@ -34,13 +32,12 @@ PLAIN: Final = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
 )
 STATE: Final = (torch.nn.Module, Optimizer, torch.amp.GradScaler)
-_CONTAINERS: Final = (dict, list, tuple, set, frozenset, collections.deque)
-FUNCTIONS: Final = (types.FunctionType, types.MethodType)
 _NAMED: Final = (enum.Enum, *FUNCTIONS, types.BuiltinFunctionType, type)
 """Compared by ``==``, which is identity for functions and classes."""
-_WITH_ATTRIBUTES: Final = (torch.Tensor, types.CellType)
-_TAKEN: Final[tuple[Any, ...]] = (*STATE, *PLAIN, *_CONTAINERS, *_NAMED, np.ndarray, np.generic, torch.Tensor)
+_TAKEN: Final[tuple[Any, ...]] = (*STATE, *PLAIN, *CONTAINERS, *_NAMED, np.ndarray, np.generic, torch.Tensor)
 """What `Reading.add` takes."""
+_NONE: Final = object()
+"""Where nothing is."""
 
 Entry: TypeAlias = tuple[str, Any]
 """What a value is called in messages, and what it is compared by."""
@@ -48,35 +45,6 @@ Entry: TypeAlias = tuple[str, Any]
 
 class NotReplayableError(Exception):
     """A step cannot be replayed; the text is the reason for the user."""
-
-
-class Slot(NamedTuple):
-    """Where a value is bound: in a dict, list, cell or parameter; or in a tuple, of which the holder is the slot."""
-
-    holder: Any
-    key: Any
-
-    def value(self) -> Any:
-        """What is there."""
-        holder = self.holder.value() if isinstance(self.holder, Slot) else self.holder
-        return getattr(holder, self.key) if isinstance(holder, _WITH_ATTRIBUTES) else holder[self.key]
-
-    def put(self, value: Any) -> None:
-        """Binds `value` there, or a new tuple with it."""
-        holder, key = self
-        if isinstance(holder, Slot):
-            old = holder.value()
-            items = (*old[:key], value, *old[key + 1 :])
-            holder.put(type(old)(*items) if hasattr(old, "_fields") else items)
-        elif isinstance(holder, _WITH_ATTRIBUTES):
-            setattr(holder, key, value)
-        else:
-            holder[key] = value
-
-
-NOWHERE: Final = Slot(None, None)
-Named: TypeAlias = tuple[Any, str, Slot]
-"""What a name is bound to, the name, and where."""
 
 
 class Tensor(NamedTuple):
@@ -123,7 +91,11 @@ def _text(value: Any) -> str:
 
 
 class Reading:
-    """What one pass has found."""
+    """What one pass has found; `is_current` tells whether another one would find the same.
+
+    All that the pass has looked at is looked up again at once and compared by identity, without Python code for each
+    value.  A value that is equal but another object, as a number that was computed again, takes another pass.
+    """
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -138,17 +110,56 @@ class Reading:
         """Integers on the host, which may be counters."""
         self.owners: dict[str, Any] = {}
         """Objects by label."""
-        self.steps: list[Entry] = []
-        """What this method may change, and a call depends on."""
-        self.watched: list[Iterable[Any]] = []
-        """The identity of these items tells whether reading them again would find the same."""
-        self.sized: list[Sized] = []
-        """The containers of which the length tells whether there are more; the others are seen by their items."""
+        self.looked: list[tuple[Callable[..., Any], Any]] = []
+        """Where a value was or might have been: what gives it or a default, and its name there."""
+        self._watched: list[Iterable[Any]] = []
+        """The items of these are compared by identity, and their number by `_sized`."""
+        self._sized: list[Sized] = []
+        self._typed: list[Any] = []
+        """Of these the class is compared, and of the items of `_kinds`."""
+        self._kinds: list[Iterable[Any]] = []
+
+    def end(self) -> None:
+        """Ends the pass."""
+        self._plain = [*map(itemgetter(0), self.tensors)]
+        self.buffers: list[Buffer] = [*map(_buffer, map(_storage, self._plain))]
+        found = [*filter(_may_have_gradient, self._plain)]
+        self.parameters = dict(zip(map(id, found), found, strict=True))
+
+    def keep(self) -> None:
+        """Remembers what is there, for `is_current`."""
+        self._gets, self._names = [get for get, _ in self.looked], [name for _, name in self.looked]
+        self._equal, self._same = self._sizes(), [*self._now()]
+
+    def is_current(self) -> bool:
+        """Whether another pass would find the same."""
+        try:
+            return self._equal == self._sizes() and all(map(is_, self._now(), self._same))
+        except (KeyError, TypeError, ValueError):  # what was there has gone, or is another thing
+            return False
+
+    def _now(self) -> Iterator[Any]:
+        """All that is compared by identity."""
+        looked_up = map(call, self._gets, self._names, itertools.repeat(_NONE))
+        kinds = map(type, itertools.chain(self._typed, *self._kinds))
+        items = itertools.chain.from_iterable(self._watched)
+        buffers = map(_buffer, map(_storage, self._plain))
+        return itertools.chain(looked_up, kinds, (_NONE,), items, (_NONE,), buffers)
+
+    def _sizes(self) -> list[Any]:
+        """All that is compared by equality: lengths, and which part of its memory a tensor is."""
+        return [
+            *map(len, self._sized),
+            *map(_shape, self._plain),
+            *map(_strides, self._plain),
+            *map(_offset, self._plain),
+        ]
 
     def entries(self) -> list[Entry]:
         """What is compared; the same list again where nothing may change in place."""
-        arrays = [(label, _content(value)) for label, value in self._arrays]
-        return [*self._entries, *arrays] if arrays else self._entries
+        if not self._arrays:
+            return self._entries
+        return [*self._entries, *((label, _content(value)) for label, value in self._arrays)]
 
     def compare(self, label: str, by: Any) -> None:
         """Adds what a value is compared by."""
@@ -157,7 +168,7 @@ class Reading:
     def add(self, value: Any, label: str, slot: Slot) -> bool:
         """Adds a value as what it is; returns whether it is compared."""
         if type(value) in PLAIN:
-            self.compare(label, plain(value))
+            self._entries.append((label, plain(value)))
             if type(value) is int and slot is not NOWHERE:
                 self.counts[label] = slot
         elif isinstance(value, STATE):
@@ -165,11 +176,11 @@ class Reading:
         elif isinstance(value, torch.Tensor) and is_dense(value):
             self.tensors.append(Tensor(value, label, slot))
             buffer = tensor_io.buffer_of(value)
-            self.compare(label, (*view(value), buffer.spec, mesh.active and mesh.sharding_of(buffer)))
-        elif isinstance(value, _CONTAINERS) and len(value) <= _MOST:
-            self._container(value, label, slot)
+            self._entries.append((label, (*view(value), buffer.spec, mesh.active and mesh.sharding_of(buffer))))
+        elif isinstance(value, CONTAINERS):
+            return self._container(value, label, slot)
         elif isinstance(value, _NAMED):
-            self.compare(label, value)
+            self._entries.append((label, value))
         elif isinstance(value, np.ndarray | np.generic | torch.Tensor):
             self._arrays.append((label, value))
             if isinstance(value, torch.Tensor) and not value.shape and value.dtype is torch.int64:
@@ -182,40 +193,61 @@ class Reading:
         kind = type(value)
         if isinstance(value, LRScheduler) or (hasattr(kind, "get_last_lr") and hasattr(kind, "step")):
             self.repeated[label] = value, "step"
+            self._typed.append(value)
             self.compare(f"the class of {label}", kind)
         elif hasattr(kind, "accumulate") and hasattr(value, "gradient_state"):  # Accelerate's
             self.repeated[label] = value, "accumulate"
-            now = value.gradient_state
-            ends = now.sync_with_dataloader and now.end_of_dataloader
-            steps = ends or (value.step + 1) % now.num_steps == 0
-            self.steps.append((f"whether {label} synchronizes gradients", (now.num_steps, now.sync_gradients, steps)))
             return True
         return False
 
-    def _container(self, value: Any, label: str, slot: Slot) -> None:
+    def _container(self, value: Any, label: str, slot: Slot) -> bool:
+        if len(value) > _MOST:
+            self._sized.append(value)
+            return False
         self.watch(value)
         if isinstance(value, set | frozenset):
             self.compare(label, (type(value), {plain(item) for item in value if type(item) in PLAIN}))
-            return
+            return True
         holder, keys = slot if isinstance(value, tuple) else value, []
         for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
             keys.append(repr(key) if type(key) in PLAIN else type(key).__name__)
             self.add(item, f"{label}[{keys[-1]}]", NOWHERE if holder is NOWHERE else Slot(holder, key))
         self.compare(label, (type(value), keys))
+        return True
 
     def watch(self, container: Any) -> None:
         """Adds a container to those that are watched."""
+        self._sized.append(container)
         if container:
-            self.watched += [container, container.values()] if isinstance(container, dict) else [container]
-        else:
-            self.sized.append(container)
+            self._watched += [container, container.values()] if isinstance(container, dict) else [container]
 
-    def look(self, value: Any, label: str, slot: Slot, names: tuple[str, ...]) -> bool:
-        """`add`, and of another object its attributes in `names`, and its tensors and objects of any name."""
+    def add_bound(self, found: Bound) -> None:
+        """Watches what the code of a step may name; `look` adds the values."""
+        for function in found.functions:
+            get = functools.partial(getattr, function)
+            self.looked += [(get, name) for name in ("__code__", "__defaults__", "__kwdefaults__")]
+            self.looked += [(functools.partial(getattr, each), "cell_contents") for each in function.__closure__ or ()]
+            self.watch(function.__kwdefaults__ or ())
+        for space in {id(each.__globals__): each.__globals__ for each in found.functions}.values():
+            self.looked += [(space.get, name) for name in found.names]
+
+    def look(self, value: Any, label: str, slot: Slot, names: tuple[str, ...], step: Any, variable: str | None) -> bool:
+        """`add`, and of another object its attributes in `names`, and its tensors and objects of any name.
+
+        Args:
+            value: as of `add`, as are `label` and `slot`.
+            names: in the code of the step.
+            step: of which the methods that it calls of the object name more; None for no step.
+            variable: what it calls the object, None for its first argument.
+        """
         compared = self.add(value, label, slot)
         if not compared or isinstance(value, type):
             self.owners[label] = value
-            for name, item, place in _attributes(value, names, True):
+            self._typed.append(value)
+            if (own := getattr(value, "__dict__", None)) and not isinstance(value, types.ModuleType):
+                self._sized.append(own)
+                self._kinds.append(own.values())
+            for item, name, place in named_attributes(value, names + called(step, value, variable), True, self.looked):
                 self.add(item, f"{label}.{name}", place)
         return compared
 
@@ -225,33 +257,28 @@ class Reading:
             return
         seen[id(value)] = self.owners[label] = value
         own = vars(value) if isinstance(value, torch.nn.Module) else None
-        for name, item, place in _attributes(value, names, False):
+        self._typed.append(value)
+        for item, name, place in named_attributes(value, names, False, self.looked):
             if isinstance(value, types.ModuleType):
                 self.add(item, f"{label}.{name}", place)
             elif own is None or place.holder is not own or not isinstance(item, _TAKEN):  # the state has those
                 self.follow(item, f"{label}.{name}", place, names, seen)
 
 
-def _attributes(value: Any, names: tuple[str, ...], objects: bool) -> Iterator[tuple[str, Any, Slot]]:
-    """Attributes in `names`, properties included, and with `objects` those of any name that are tensors or state."""
-    own = getattr(value, "__dict__", {})
-    spaces = [own, *map(vars, (value if isinstance(value, type) else type(value)).__mro__[:-1])]
-    others = own if objects and not isinstance(value, types.ModuleType) else ()
-    for name in dict.fromkeys((*names, *others)):
-        space = next((each for each in spaces if name in each), None)
-        if space is not None and (name in names or isinstance(space[name], (*STATE, torch.Tensor, LRScheduler))):
-            item = space[name]
-            if isinstance(item, property) and not isinstance(value, type):
-                item = _computed(value, name)
-            yield name, item, Slot(space, name) if isinstance(space, dict) else NOWHERE
+_buffer, _storage = attrgetter("_xla_amp"), torch.Tensor.untyped_storage
+_shape, _strides, _offset = attrgetter("dtype", "shape"), torch.Tensor.stride, torch.Tensor.storage_offset
 
 
-def _computed(value: Any, name: str) -> Any:
-    """What a property gives; None for tensors: they are data, which a program reads."""
-    item = None
-    with contextlib.suppress(Exception):
-        item = getattr(value, name)
-    return None if any(isinstance(each, torch.Tensor) for each in tree_leaves(item)) else item
+def _may_have_gradient(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+
+
+def accumulates(label: str, accelerator: Any) -> Entry:
+    """Where Accelerate's `accumulate` is, which that method changes, and a call depends on."""
+    now = accelerator.gradient_state
+    ends = now.sync_with_dataloader and now.end_of_dataloader
+    steps = ends or (accelerator.step + 1) % now.num_steps == 0
+    return f"whether {label} synchronizes gradients", (now.num_steps, now.sync_gradients, steps)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -268,76 +295,3 @@ def _content(value: Any) -> Any:
     """What an array on the host is compared by; None for a large one, and for a tensor on another device."""
     on_host = not isinstance(value, torch.Tensor) or (value.device.type == "cpu" and value.layout is torch.strided)
     return (value.dtype, value.shape, repr(value.tolist())) if on_host and math.prod(value.shape) <= _MOST else None
-
-
-def bound(step: Any) -> tuple[list[Named], tuple[str, ...]]:
-    """What the names of a step's own code are bound to now, each with its label and slot; and the names."""
-    step = step if isinstance(step, types.MethodType) else inspect.unwrap(step)
-    if isinstance(step, types.FunctionType):
-        names = _names(step.__code__)
-        return list(_of_function(step, names)), names
-    if isinstance(step, functools.partial):
-        label, owners, inner = "an argument of the step", (*step.args, *step.keywords.values()), step.func
-    elif isinstance(step, types.MethodType):
-        label, owners, inner = "self", (step.__self__,), step.__func__
-    else:
-        label, owners, inner = "the step", (step,), type(step).__call__
-    has_code = isinstance(inner, types.FunctionType) and not isinstance(step, torch.nn.Module)
-    found, names = bound(inner) if has_code or isinstance(step, functools.partial) else ([], ())
-    kind: Any = type(owners[0]) if owners else None
-    for each in bytecode.methods(inspect.unwrap(inner), kind, None, False)[1:] if has_code else ():  # that it calls
-        more = tuple(name for name in _names(each.__code__) if name not in names)
-        found += _of_function(each, more)
-        names += more
-    return [*((owner, label, NOWHERE) for owner in owners), *found], names
-
-
-def _of_function(function: types.FunctionType, names: tuple[str, ...]) -> Iterator[Named]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # assigned later
-            yield cell.cell_contents, name, Slot(cell, "cell_contents")
-    space = function.__globals__
-    yield from ((space[name], name, Slot(space, name)) for name in names if name in space)
-    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield value, "a default of the step", NOWHERE
-
-
-def called(step: Any, value: Any, variable: str | None) -> tuple[str, ...]:
-    """The names in the methods that a step calls of the value of a variable, by default its first argument."""
-    kind: Any = type(value)
-    function = inspect.unwrap(getattr(step, "__func__", step))
-    if not isinstance(function, types.FunctionType) or kind in PLAIN:
-        return ()
-    return tuple(itertools.chain(*(_names(each.__code__) for each in bytecode.methods(function, kind, variable)[1:])))
-
-
-def functions(roots: Iterable[Any], owner: Any) -> list[types.FunctionType]:
-    """Functions, and what they reach by name: others, methods of their objects, methods and properties of `owner`."""
-    kind: Any = type(owner)
-    todo, found = [*roots], dict[types.FunctionType, None]()
-    if isinstance(owner, torch.nn.Module):
-        todo.append(types.MethodType(kind.forward, owner))
-    while todo:
-        value = todo.pop()
-        inner = getattr(value, "__func__", None) or getattr(value, "func", value)
-        function, holder = inspect.unwrap(inner), getattr(value, "__self__", None)
-        if isinstance(function, types.FunctionType) and function not in found:
-            found[function] = None
-            names = _names(function.__code__)
-            todo += [each for each, *_ in _of_function(function, names) if callable(each)]
-            if holder is not None:
-                its: Any = type(holder)
-                todo += [types.MethodType(each, holder) for each in bytecode.methods(function, its)]
-            if holder is not owner:
-                methods = (bytecode.method(kind, name) for name in names)
-                todo += [types.MethodType(each, owner) for each in methods if each is not None]
-        elif inner is not value:
-            todo.append(inner)
-    return list(found)
-
-
-@functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that a function and those inside of it use."""
-    inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    return tuple(dict.fromkeys((*code.co_names, *(name for names in inner for name in names))))

@@ -466,6 +466,12 @@ class OwnPoint(events.Point[_Arguments, _Result]):
             super().unsubscribe(listener)
 
 
+def heard(*points: OwnPoint[..., Any]) -> bool:
+    """Whether something listens to one of `points` on this thread."""
+    with trace.lock:
+        return any(map(trace.listeners.get, points))
+
+
 @events.Point
 def must_run() -> None:
     """The trace must run, because another thread reads what it computes."""

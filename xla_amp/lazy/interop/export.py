@@ -16,7 +16,6 @@ from xla_amp.common import arguments
 from xla_amp.engines import base
 from xla_amp.errors import CaptureError
 from xla_amp.lazy.base import private_api
-from xla_amp.lazy.capture.values import bound
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.interop.locations import Locations
 from xla_amp.lazy.programs import execute, pjrt
@@ -24,6 +23,7 @@ from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.programs.observed import function_of, observed
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.torch_common import trees
+from xla_amp.training.reader import bound
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,7 +196,7 @@ def _named_state(step: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]
     if isinstance(step, torch.nn.Module):
         yield from _state("", step)
         return
-    for value, name, _ in bound(step)[0]:
+    for value, name, _ in bound(step).values:
         yield from _state(name, value)
 
 

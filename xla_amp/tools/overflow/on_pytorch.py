@@ -16,7 +16,8 @@ from xla_amp.pytorch.autocast import operation_recorder
 from xla_amp.tools.overflow.dispatch_modes import Magnitudes, Operands, is_floating
 from xla_amp.tools.overflow.report import MOST, OverflowReport, Producer
 from xla_amp.torch_common.trees import tree_leaves
-from xla_amp.training.step_state import reachable, restored
+from xla_amp.training.reader import reachable
+from xla_amp.training.step_state import restored
 
 
 def find_overflow(

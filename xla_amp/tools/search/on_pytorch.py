@@ -19,7 +19,8 @@ from xla_amp.tools.overflow.on_pytorch import uncompiled
 from xla_amp.tools.search import Plan, fronts
 from xla_amp.tools.search.fronts import SearchResult
 from xla_amp.torch_common.trees import tree_leaves, tree_map_only
-from xla_amp.training.step_state import reachable, restored
+from xla_amp.training.reader import reachable
+from xla_amp.training.step_state import restored
 
 
 def search(
