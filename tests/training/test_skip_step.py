@@ -10,7 +10,7 @@ import torch
 
 import xla_amp
 from xla_amp.testing import counts as counted
-from xla_amp.training import held
+from xla_amp.training import reader
 
 
 class Plain(torch.optim.Optimizer):
@@ -188,7 +188,7 @@ def values(optimizer):
         .detach()
         .cpu()
         .clone()
-        for leaf in held.leaves(optimizer)
+        for leaf in reader.leaves(optimizer)
         if isinstance(leaf.value, torch.Tensor | int | float) and leaf.key not in ("capturable", "fused")
     }
 

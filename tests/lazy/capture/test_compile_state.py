@@ -409,3 +409,36 @@ def test_when_garbage_is_freed_makes_no_difference(device):
     assert [step(x).tolist() for _ in range(4)] == [[2.0] * 3] * 4
     assert step.replays == 2
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("change", [lambda data: data.t(), lambda data: data[1:], lambda data: data.view(torch.int32)])
+def test_a_tensor_that_becomes_another_part_of_its_memory_is_another_capture(device, change):
+    model, x = nn.Module(), torch.ones(3, device=device)
+    model.register_buffer("table", torch.arange(9.0, device=device).reshape(3, 3))
+
+    def step(x):
+        return (model.table.float() * x).sum(1)
+
+    step = replaying(step, x)
+    model.table.data = change(model.table.data)
+    expected = (model.table.cpu().float() * x.cpu()).sum(1)
+    assert [step(x).tolist() for _ in range(4)] == [expected.tolist()] * 4
+
+
+def test_a_parameter_that_moves_to_another_group_is_another_capture(device):
+    one, two, three = (nn.Parameter(torch.zeros(2, device=device)) for _ in range(3))
+    optimizer = xla_amp.syncfree.SGD([{"params": [one, two], "lr": 1.0}, {"params": [three], "lr": 2.0}])
+
+    def step(x):
+        optimizer.zero_grad()
+        ((one + two + three) * x).sum().backward()
+        optimizer.step()
+
+    x = torch.ones(2, device=device)
+    step = replaying(step, x)
+    for parameter in (one, two, three):
+        parameter.data.zero_()
+    first, second = optimizer.param_groups
+    second["params"].insert(0, first["params"].pop())
+    step(x)
+    assert [parameter.tolist() for parameter in (one, two, three)] == [[-1.0] * 2, [-2.0] * 2, [-2.0] * 2]

@@ -5,11 +5,13 @@ A change of what is compared counts in the next call; of a constant it does not,
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import functools
 import inspect
 import os
+import pathlib
 import sys
 import threading
 import types
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import replaying
 from torch import nn
 
 import xla_amp
@@ -389,3 +392,53 @@ def test_the_mode_of_gradients_is_compared(device):
     assert captured.replays > 0
     captured(x).backward()
     assert weight.grad.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_keyword_of_a_partial_that_changes_is_another_capture(device):
+    step = functools.partial(lambda x, factor: x * factor, factor=2.0)
+    compiled, x = xla_amp.compile(step, strict=True), torch.ones(2, device=device)
+    assert [compiled(x).tolist() for _ in range(4)] == [[2.0] * 2] * 4
+    step.keywords["factor"] = 3.0
+    assert compiled(x).tolist() == [3.0] * 2
+
+
+def test_names_that_come_and_go_are_other_captures(device):
+    class Settings:
+        scale = 2.0
+
+    settings, x = Settings(), torch.ones(2, device=device)
+    step = xla_amp.compile(lambda x: x * settings.scale, strict=True)
+    assert [step(x).tolist() for _ in range(4)] == [[2.0] * 2] * 4
+    settings.scale = 3.0  # the instance's own
+    assert step(x).tolist() == [3.0] * 2
+    del settings.scale
+    Settings.scale = 4.0
+    assert step(x).tolist() == [4.0] * 2
+
+
+def test_an_item_that_moves_between_lists_is_another_capture(device):
+    settings, x = types.SimpleNamespace(parts=[[1.0, 2.0], [3.0]]), torch.ones(1, device=device)
+    step = xla_amp.compile(lambda x: x * len(settings.parts[0]), strict=True)
+    assert [step(x).item() for _ in range(4)] == [2.0] * 4
+    settings.parts[1].insert(0, settings.parts[0].pop())
+    assert step(x).item() == 1.0
+
+
+def test_a_replay_runs_few_functions_of_the_package(device):
+    model, x = nn.Linear(4, 3).to(device), torch.ones(5, 4, device=device)
+    optimizer = xla_amp.syncfree.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step, package = replaying(step, x), str(pathlib.Path(xla_amp.__file__).parent)
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code) if event == "call" else None)
+    step(x)
+    sys.setprofile(None)
+    ours = [code.co_qualname for code in calls if code.co_filename.startswith(package)]
+    assert 50 < len(ours) < 150, collections.Counter(ours).most_common()
