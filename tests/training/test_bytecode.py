@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xla_amp.lazy.capture import bytecode
+from xla_amp.training import bytecode
 
 LIMIT = 4
 
