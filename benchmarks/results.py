@@ -76,7 +76,9 @@ def write_markdown(name: str, headings: Sequence[str], rows: Sequence[Sequence[s
 
 
 def plot(name: str, panels: Mapping[str, Mapping[str, Mapping[float | str, float]]], ylabel: str) -> None:
-    """``results/NAME.png``: one panel per title, with bars (names) or lines (numbers) for each series.
+    """``results/NAME.png``: panels below each other, with bars (names) or lines (numbers) for each series.
+
+    A page shows the picture at its size: 550 pixels wide, which a phone can show.
 
     Raises:
         ImportError: matplotlib is not installed: ``pip install 'xla-amp[benchmarks]'``.
@@ -88,16 +90,23 @@ def plot(name: str, panels: Mapping[str, Mapping[str, Mapping[float | str, float
     matplotlib.use("Agg")  # needs no display
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 4), squeeze=False)
-    for axis, (title, series) in zip(axes[0], panels.items(), strict=True):
+    heights = [0.8 + 0.2 * max(6, sum(len(points) for points in series.values())) for series in panels.values()]
+    figure, axes = pyplot.subplots(
+        len(panels), 1, squeeze=False, height_ratios=heights, figsize=(5, sum(heights)), layout="constrained"
+    )
+    for axis, (title, series) in zip(axes[:, 0], panels.items(), strict=True):
         for index, (label, points) in enumerate(series.items()):
             if all(isinstance(x, str) for x in points):
-                axis.barh(list(points), list(points.values()), color=f"C{index}")
+                bars = axis.barh(list(points), list(points.values()), color=f"C{index}", label=label)
+                axis.bar_label(bars, fmt="%.0f", padding=2)
+                axis.margins(x=0.2)
             else:
                 axis.plot(list(points), list(points.values()), "o-", label=label)
-                axis.legend()
+                axis.set_ylabel(ylabel)
+        if axis.patches:
+            axis.invert_yaxis()  # the first bar is the upper one
+            axis.set_xlabel(ylabel)
+        axis.legend()
         axis.set_title(title)
-    axes[0][0].set_ylabel(ylabel) if any(len(panel) > 1 for panel in panels.values()) else None
-    figure.tight_layout()
     figure.savefig(RESULTS / f"{name}.png", dpi=110)
     pyplot.close(figure)
