@@ -59,6 +59,9 @@ BUTTONS = re.compile(r"^(?:\[[^\]]+\]\([^)]+\) ?){2,}$", re.MULTILINE)
 UNSEARCHED = ("lists/changelog_archive.md",)
 """Pages beside those of sources that the search leaves out."""
 
+BOOSTS = {"Start": 2.0, "Guides": 2.0, "Help": 1.0, "Python API": 0.3, "Development": 0.1}
+"""Part of the navigation -> the weight of its pages in the search.  All other pages, such as lists, have the least."""
+
 INCLUDED = (
     "README.md",
     "CHANGELOG.md",
@@ -71,6 +74,9 @@ INCLUDED = (
 
 API = "Python API"
 """The reference's part of the navigation."""
+
+OVERVIEW = "reference/index.md"
+"""The reference's first page: names by task, each of which becomes a link."""
 
 PACKAGES = ("xla_amp", "xla_amp.jax", "xla_amp.tools.search", "xla_amp.policy", "xla_amp.stablehlo")
 """Packages whose names are re-exported: each name has an entry."""
@@ -107,6 +113,11 @@ def public_names(package: str) -> list[str]:
     )
 
 
+def version() -> str:
+    """The package's version.  Sources are read, not imported."""
+    return (ROOT / "xla_amp/__init__.py").read_text().partition('\n__version__ = "')[2].partition('"')[0]
+
+
 def reference() -> dict[str, str]:
     """Path below docs/ -> Markdown of each reference page."""
     pages = {}
@@ -134,6 +145,12 @@ def _targets(text: str, path: str) -> Iterator[tuple[str, str]]:
         target = os.path.normpath(PurePosixPath(path).parent / link)
         if not target.startswith("..") and (ROOT / target).exists():
             yield link, target
+
+
+def _named(found: re.Match[str]) -> str:
+    """A name in backticks, as a link to its entry or to its module's page."""
+    name = found[1]
+    return f"[`{name}`]({name}.md)" if name in (*PACKAGES, *MODULES) else f"[`{name}`][{name}]"
 
 
 def _relinked(text: str, path: str) -> str:
@@ -174,10 +191,12 @@ def _cell(cell: dict[str, Any], path: str) -> Iterator[str]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fills in the reference's part of the navigation."""
+    """Fills in the version and the reference's part of the navigation."""
+    config.site_name += f" {version()}"
     for entry in config.nav or ():
         if API in entry:
-            entry[API] = [{page.removeprefix("reference/").removesuffix(".md"): page} for page in reference()]
+            pages = [{page.removeprefix("reference/").removesuffix(".md"): page} for page in reference()]
+            entry[API] = [OVERVIEW, *pages]
     return config
 
 
@@ -210,8 +229,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = BUTTONS.sub(lambda found: found[0].replace(")", "){ .md-button }"), markdown)
     if address in UNSEARCHED or (address.startswith("source/") and address != "source/CONTRIBUTING.md"):
         page.meta["search"] = {"exclude": True}
-    elif address == "index.md" or address.startswith(("reference/", "lists/")):
-        page.meta["search"] = {"boost": 0.5}
+    else:
+        part = page.parent.title if page.parent else ""
+        page.meta["search"] = {"boost": BOOSTS.get(part, min(BOOSTS.values()))}
+    if address == OVERVIEW:
+        markdown = re.sub(r"`(xla_amp\.[\w.]+)`", _named, markdown)
     return markdown if page.file.generated_by else _relinked(markdown, f"docs/{page.file.src_uri}")
 
 

@@ -6,11 +6,11 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
-import docs_hooks
 import pytest
 from source_tree import ROOT
 
@@ -65,12 +65,22 @@ def test_each_name_loads_and_is_documented_with_its_methods(package: ModuleType)
 
 
 def test_the_reference_has_every_public_module():
+    docs_hooks = pytest.importorskip("docs_hooks", reason="needs the extra docs")
     documented = {*docs_hooks.PACKAGES, *docs_hooks.MODULES}
     modules = {name for name in xla_amp.__all__ if isinstance(getattr(xla_amp, name), ModuleType)}
     assert {f"xla_amp.{name}" for name in modules} <= documented
     integrations = {f"xla_amp.integrations.{path.stem}" for path in (ROOT / "xla_amp/integrations").glob("[a-z]*.py")}
     parts = {"captured", "lightning_capture", "patches", "trainer_capture", "trainer_steps"}  # of the others
     assert integrations - {f"xla_amp.integrations.{name}" for name in parts} <= documented
+
+
+def test_the_reference_begins_with_every_name_by_task():
+    docs_hooks = pytest.importorskip("docs_hooks", reason="needs the extra docs")
+    overview = (ROOT / "docs" / docs_hooks.OVERVIEW).read_text()
+    named = set(re.findall(r"`(xla_amp[\w.]*)`", overview))
+    names = {f"{package}.{name}" for package in docs_hooks.PACKAGES for name in docs_hooks.public_names(package)}
+    front = {name for name in names if not name.startswith("xla_amp.tools.")}
+    assert {*front, *docs_hooks.MODULES} - named == set()
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)

@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 
-import docs_hooks
 import pytest
 from source_tree import ROOT
+
+import xla_amp
+
+docs_hooks = pytest.importorskip("docs_hooks", reason="needs the extra docs")
 
 
 @pytest.mark.full
@@ -34,6 +37,13 @@ def test_the_site_builds_and_works_without_a_server_and_at_old_addresses(tmp_pat
     assert (tmp_path / "javascripts" / "iframe-worker.js").exists()
     assert {"install.html", "limits.html", "source/CONTRIBUTING.html"} <= found
     assert [page for page in found if page.startswith("source/")] == ["source/CONTRIBUTING.html"]
+
+    # Guides come before the reference, and lists last; each page names the version.
+    boosts = dict(re.findall(r'"location":"(\w+(?:/[\w.]+)?\.html)".*?"boost":([\d.]+)', index))
+    listed = {page: float(boost) for page, boost in boosts.items() if page.startswith(("lists/", "reference/"))}
+    assert max(listed.values()) < float(boosts["limits.html"]) < float(boosts["jax.html"])
+    assert listed["lists/names.html"] < listed["reference/xla_amp.html"]
+    assert f"xla_amp {xla_amp.__version__}" in texts[tmp_path / "install.html"]
 
     for page, address in docs_hooks.MOVED.items():
         path, _, anchor = address.partition("#")
