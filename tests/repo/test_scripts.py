@@ -79,7 +79,7 @@ def test_what_is_timed_first_runs_before_the_tests(tmp_path):
 def test_a_hardware_day_says_first_what_is_missing(monkeypatch):
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert [package for package in hardware_day.NEEDS.values() if package not in page] == []
-    monkeypatch.setitem(hardware_day.NEEDS, "no_such_module", "no-such-package")
+    monkeypatch.setattr(hardware_day, "NEEDS", {"pytest": "pytest", "no_such_module": "no-such-package"})
     monkeypatch.setattr(hardware_day.shutil, "which", lambda name: None)
     assert hardware_day.missing("gpu", dry=True) == [
         "Python package no-such-package",
