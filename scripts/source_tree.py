@@ -21,10 +21,12 @@ ENTRIES = frozenset({"autoload", "checkpoint", "device", "metrics", "syncfree", 
 # A module belongs to the layer of its longest matching prefix, and imports its own folder and the layers below.
 # The root module is last because users enter there: it names everything, and no module inside imports it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("xla_amp.errors", "xla_amp.common.files", "xla_amp.common.public_names", "xla_amp.common.types"),
+    ("xla_amp.errors", "xla_amp.common.files", "xla_amp.public_names", "xla_amp.common.types"),
     ("xla_amp.common", "xla_amp.hardware"),
     ("xla_amp.policy",),
     ("xla_amp.analysis",),
+    ("xla_amp.pages",),
+    ("xla_amp.planning",),
     ("xla_amp.lowering",),
     ("xla_amp.torch_common",),
     ("xla_amp.engines",),
@@ -40,20 +42,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # The only modules of the package that `xla_amp.lowering` imports.
 LOWERING_IMPORTS = frozenset({"xla_amp.common.events", "xla_amp.common.loss_scaling", "xla_amp.hardware"})
 
-# Imports against the layers or in a circle, when a function of the module is called -> why they are right.
-LOADED_BY_NAME: Mapping[str, Mapping[str, str]] = {
-    "xla_amp.stablehlo.passes.autocast": {"xla_amp.tools.search.on_stablehlo": "sample inputs decide by a search"},
-    "xla_amp.stablehlo.conversion_report": {
-        "xla_amp.tools.inspect.conversion": "a report is shown as the command's page"
-    },
-}
-
 # Third-party packages that a layer may load; layers not named here may load every dependency of the package.
 THIRD_PARTY: Mapping[int, frozenset[str]] = {
     0: frozenset(),
     2: frozenset(),
     3: frozenset(),
-    4: frozenset({"jax", "ml_dtypes", "numpy"}),
+    4: frozenset({"pandas"}),
+    5: frozenset(),
+    6: frozenset({"jax", "ml_dtypes", "numpy"}),
 }
 
 _CHANGES = frozenset({"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault", "update"})

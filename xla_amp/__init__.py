@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from xla_amp import engines as _engines
-from xla_amp.common import public_names as _names
+from xla_amp import public_names as _names
 
 if TYPE_CHECKING:
     # What type checkers and IDEs read. `_PUBLIC` and `_MODULES` load the same names at run time, on first use.

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from xla_amp.common import public_names as _names
+from xla_amp import public_names as _names
 from xla_amp.lazy.layouts.checkpoint import latest as latest
 from xla_amp.lazy.layouts.checkpoint import load as load
 from xla_amp.lazy.layouts.checkpoint import save as save

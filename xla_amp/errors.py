@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from xla_amp.common.public_names import Left
+from xla_amp.public_names import Left
 
 
 def printable(text: str) -> str:

@@ -18,7 +18,7 @@ from source_tree import ROOT, python_blocks
 
 from xla_amp.cli import native
 from xla_amp.stablehlo import io, ir
-from xla_amp.tools.inspect import inspection
+from xla_amp.stablehlo.measure import inspection
 
 X, W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from xla_amp.stablehlo import execution, ir, surgery
+from xla_amp.stablehlo import ir, surgery
+from xla_amp.stablehlo.measure import execution
 
 
 def run(module: ir.MlirModule, arguments: Sequence[Any], device: Any = None) -> list[np.ndarray[Any, Any]]:

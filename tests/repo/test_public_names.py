@@ -18,7 +18,7 @@ import xla_amp
 import xla_amp.jax
 import xla_amp.policy
 import xla_amp.stablehlo
-from xla_amp.common import public_names
+from xla_amp import public_names
 from xla_amp.errors import SkipLimitError
 from xla_amp.stablehlo.conversion_report import ConversionReport
 from xla_amp.tools.explain.on_pytorch import ExplainReport

@@ -14,8 +14,9 @@ import pytest
 from jax import export
 
 from xla_amp.errors import FileError, ModuleError
-from xla_amp.stablehlo import execution, io, ir
-from xla_amp.stablehlo.passes.autocast import autocast
+from xla_amp.stablehlo import io, ir
+from xla_amp.stablehlo.api import autocast
+from xla_amp.stablehlo.measure import execution
 from xla_amp.stablehlo.program import FORMATS, Format, Program, detect, dump, parse
 
 X, W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)

@@ -40,8 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
-    from xla_amp.stablehlo import samples
-    from xla_amp.tools.inspect import comparison
+    from xla_amp.stablehlo.measure import comparison, samples
 
     if arguments.a == arguments.b == common.STANDARD:
         raise FileError("compare - -: standard input holds one program; name a file for A or B")

@@ -15,10 +15,10 @@ from xla_amp.errors import FileError, PolicyError, RuleWarning, TargetError
 from xla_amp.policy import BUILTIN
 
 if TYPE_CHECKING:
+    from xla_amp.pages.page import Page
     from xla_amp.stablehlo.conversion_report import Achieved
-    from xla_amp.stablehlo.passes.autocast import Converted
+    from xla_amp.stablehlo.converted import Converted
     from xla_amp.stablehlo.program import Format, Program
-    from xla_amp.tools.explain.page import Page
 
 HELP = "convert a program to mixed precision"
 
@@ -125,7 +125,8 @@ def _rules(given: list[tuple[str, Any]]) -> dict[str, Any] | None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
-    from xla_amp.stablehlo import io, samples
+    from xla_amp.stablehlo import io
+    from xla_amp.stablehlo.measure import samples
 
     common.check_written(arguments.output, [arguments.source, *arguments.inputs])
     if arguments.target_error is not None and not arguments.inputs:
@@ -165,10 +166,10 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def _convert(arguments: argparse.Namespace, program: Program, given: list[list[Any]]) -> Converted:
-    from xla_amp.stablehlo.passes import autocast
+    from xla_amp.stablehlo.api import autocast
 
     try:
-        return autocast.autocast(
+        return autocast(
             program,
             policy=arguments.policy,
             dtype=arguments.dtype,
@@ -188,8 +189,8 @@ def _convert(arguments: argparse.Namespace, program: Program, given: list[list[A
 def _with_error(page: Page, arguments: argparse.Namespace, achieved: Achieved) -> Page:
     """The page with the achieved error first; a warning if it is large."""
     from xla_amp.common import units
-    from xla_amp.tools.explain.page import Section
-    from xla_amp.tools.inspect.comparison import NOT_JUDGED, TOLERANCE
+    from xla_amp.pages.page import Section
+    from xla_amp.stablehlo.measure.comparison import NOT_JUDGED, TOLERANCE
 
     limit = arguments.target_error or TOLERANCE
     if achieved.error > limit:
@@ -228,10 +229,10 @@ def _output(arguments: argparse.Namespace) -> str:
 
 
 def _page(arguments: argparse.Namespace, converted: Converted, program: Program, kind: str) -> Page:
-    from xla_amp.tools.inspect import conversion
+    from xla_amp.stablehlo import conversion_report
 
     names = common.shown(arguments.source), _output(arguments)
-    page = conversion.page(converted.report, f"{names[0]} ({program.source}) -> {names[1]} ({kind})")
+    page = conversion_report.page(converted.report, f"{names[0]} ({program.source}) -> {names[1]} ({kind})")
     signature = "kept" if arguments.keep_io else "narrowed where only low operations read or write"
     facts = {**page.facts, "signature": signature}
     if program.has_vjp:

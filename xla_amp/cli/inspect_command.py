@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
-    from xla_amp.tools.inspect import inspection
+    from xla_amp.stablehlo.measure import inspection
 
     program = common.read(arguments.file, arguments.function)
     found = inspection.inspect(program)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from xla_amp.common import public_names
+from xla_amp import public_names
 
 
 class MissingNames(NamedTuple):

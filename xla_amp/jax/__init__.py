@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from xla_amp.common import public_names as _names
+from xla_amp import public_names as _names
 
 if TYPE_CHECKING:
     # What type checkers and IDEs read. `_PUBLIC` loads the same names at run time, on first use.

@@ -6,7 +6,7 @@ operation.  Rules are data (``tables/*.toml``); docs/policy.md shows the format.
 
 from typing import TYPE_CHECKING
 
-from xla_amp.common import public_names as _names
+from xla_amp import public_names as _names
 from xla_amp.policy.load import BUILTIN as BUILTIN
 from xla_amp.policy.load import DEFAULT as DEFAULT
 from xla_amp.policy.load import PolicyLike as PolicyLike

@@ -14,22 +14,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from xla_amp.common import public_names as _names
+from xla_amp import public_names as _names
 
 if TYPE_CHECKING:
     # What type checkers and IDEs read. `_PUBLIC` loads the same names at run time, on first use.
+    from xla_amp.stablehlo.api import autocast as autocast
     from xla_amp.stablehlo.io import load as load
     from xla_amp.stablehlo.io import save as save
-    from xla_amp.stablehlo.passes.autocast import autocast as autocast
+    from xla_amp.stablehlo.measure.comparison import compare as compare
+    from xla_amp.stablehlo.measure.inspection import inspect as inspect
     from xla_amp.stablehlo.program import Program as Program
-    from xla_amp.tools.inspect.comparison import compare as compare
-    from xla_amp.tools.inspect.inspection import inspect as inspect
 
 _PUBLIC = {
     "Program": "xla_amp.stablehlo.program",
-    "autocast": "xla_amp.stablehlo.passes.autocast",
-    "compare": "xla_amp.tools.inspect.comparison",
-    "inspect": "xla_amp.tools.inspect.inspection",
+    "autocast": "xla_amp.stablehlo.api",
+    "compare": "xla_amp.stablehlo.measure.comparison",
+    "inspect": "xla_amp.stablehlo.measure.inspection",
     "load": "xla_amp.stablehlo.io",
     "save": "xla_amp.stablehlo.io",
 }

@@ -8,8 +8,12 @@ from typing import Any
 
 from xla_amp.common import events, units
 from xla_amp.common.events import DecisionRecord
-from xla_amp.common.public_names import Left
 from xla_amp.common.types import LowDtype
+from xla_amp.pages import operations
+from xla_amp.pages.operations import Operation
+from xla_amp.pages.page import Page
+from xla_amp.public_names import Left
+from xla_amp.stablehlo.locations import Location
 from xla_amp.stablehlo.op_table import Colour
 
 
@@ -88,9 +92,36 @@ class ConversionReport(Left):
 
     def __str__(self) -> str:
         """The page of ``xla-amp convert``."""
-        from xla_amp.tools.inspect import conversion
+        return page(self).text()
 
-        return conversion.page(self).text()
+
+def page(report: ConversionReport, title: str = "a StableHLO program in mixed precision") -> Page:
+    """The report for people."""
+    found = [_operation(each) for each in report.operations]
+    return Page(title, report.facts(), (*operations.findings(found), operations.table(found, "Decisions")))
+
+
+def _operation(each: OperationDecision) -> Operation:
+    low, product = units.is_low(each.after), each.product
+    moves = each.colour == "clear" and not product
+    shown = dataclasses.replace(
+        each,
+        operation=each.operation.partition("#")[0],
+        location=Location(each.location).line,
+        why=f"{each.colour}: {each.why}",
+    )
+    return Operation(
+        record=shown,
+        product=product,
+        verdict=operations.verdict(
+            floating=not moves and each.operation not in ("argument", "result"),
+            cast=False,
+            low=low,
+            product=product,
+            ruled=each.colour in ("deny", "widest"),
+            risky=operations.overrides(each, each.aten),
+        ),
+    )
 
 
 def emit_events(report: ConversionReport) -> None:

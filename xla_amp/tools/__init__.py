@@ -1,1 +1,1 @@
-"""Tools that look at the core: explain, overflow, monitor, search, inspect. No module of the core imports one."""
+"""Tools that look at the core: explain, overflow, monitor, search. No module of the core imports one."""

@@ -19,9 +19,9 @@ from typing import Final
 from xla_amp import hardware
 from xla_amp.common import config
 from xla_amp.errors import PolicyError
+from xla_amp.pages.page import Page, Report, Section
 from xla_amp.policy import load
 from xla_amp.policy.load import default_name
-from xla_amp.tools.explain.page import Page, Report, Section
 
 LIBRARIES: Final = (
     "xla-amp", "torch", "torch_xla", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin",

@@ -16,7 +16,7 @@ import xla_amp.jax
 from xla_amp import policy, stablehlo
 from xla_amp.lazy.programs import execute
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes.autocast import as_program
+from xla_amp.stablehlo.converted import as_program
 from xla_amp.stablehlo.scope_paths import own_path
 
 DEVICE = xla_amp.xla_device()

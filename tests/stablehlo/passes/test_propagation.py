@@ -16,8 +16,8 @@ from xla_amp.errors import ModuleError, PolicyError, RuleWarning, UnsupportedDty
 from xla_amp.jax import autocast as jax_autocast
 from xla_amp.policy.op_catalog import catalogue
 from xla_amp.stablehlo import autocast, ir
+from xla_amp.stablehlo.converted import Converted
 from xla_amp.stablehlo.op_table import table
-from xla_amp.stablehlo.passes.autocast import Converted
 from xla_amp.stablehlo.passes.clone_functions import SMALL
 
 DOT = "contracting_dims = [1] x [0] : (tensor<8x8xf32>, tensor<8x8xf32>) -> tensor<8x8xf32>"

@@ -14,10 +14,10 @@ import pytest
 from jax import export
 
 from xla_amp import cli
-from xla_amp.stablehlo import execution, ir, samples
-from xla_amp.stablehlo.passes.autocast import autocast
-from xla_amp.tools.inspect import inspection
-from xla_amp.tools.inspect.comparison import compare
+from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.api import autocast
+from xla_amp.stablehlo.measure import execution, inspection, samples
+from xla_amp.stablehlo.measure.comparison import compare
 
 E, W, IDS = jnp.ones((50, 16)), jnp.ones((16, 16)), jnp.zeros((4, 8), jnp.int32)
 

@@ -6,9 +6,9 @@ import pytest
 
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.tables import Table
-from xla_amp.tools.explain import operations
-from xla_amp.tools.explain.operations import Operation
-from xla_amp.tools.explain.page import Page, Section
+from xla_amp.pages import operations
+from xla_amp.pages.operations import Operation
+from xla_amp.pages.page import Page, Section
 
 LONG = "/very/long" * 9 + "/model.py:7"
 

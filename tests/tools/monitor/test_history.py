@@ -11,7 +11,7 @@ import pytest
 
 from xla_amp.common.tables import Table
 from xla_amp.errors import MissingLibraryError
-from xla_amp.tools.explain.page import Page, Section
+from xla_amp.pages.page import Page, Section
 from xla_amp.tools.monitor.history import History, StepRecord, is_bad
 
 GOOD = StepRecord(step=1, loss=1.0, loss_scale=2.0, gradient_norm=1.0)

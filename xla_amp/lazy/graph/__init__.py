@@ -1,1 +1,1 @@
-"""The recorded graph: specs, buffers and the trace."""
+"""The recorded graph: specs, buffers, the trace, and the random numbers that it draws."""

@@ -1,1 +1,1 @@
-"""Between torch tensors and the trace: reads, writes, transfers, step boundaries."""
+"""Between torch tensors and the trace: reads, writes, transfers, values that the host knows."""

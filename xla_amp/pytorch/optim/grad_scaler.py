@@ -13,9 +13,9 @@ from typing import Any, overload
 import torch
 
 from xla_amp.common import arguments, interrupts
-from xla_amp.common.public_names import Left
 from xla_amp.engines import devices
 from xla_amp.errors import SkipLimitError
+from xla_amp.public_names import Left
 from xla_amp.torch_common.trees import tree_map
 
 

@@ -12,9 +12,9 @@ from xla_amp.common import events, units
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.precision_report import PrecisionReport, summarize
 from xla_amp.jax import primitives
+from xla_amp.pages import operations
+from xla_amp.pages.page import Page, Report
 from xla_amp.policy.op_catalog import is_contraction
-from xla_amp.tools.explain import operations
-from xla_amp.tools.explain.page import Page, Report
 
 _CONVERSIONS: Final = frozenset({"_to_copy", "convert_element_type", "to"})
 """Operations that only change the dtype."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 from xla_amp.common import arguments, events
 from xla_amp.common.tables import Table
 from xla_amp.errors import MissingLibraryError
-from xla_amp.tools.explain.page import Page, Report, Section
+from xla_amp.pages.page import Page, Report, Section
 
 COURSES: Final = ("loss", "gradient_norm", "loss_scale")
 """Numbers of a step that the report begins with."""

@@ -11,7 +11,7 @@ import numpy as np
 from xla_amp.common import units
 from xla_amp.common.events import Place
 from xla_amp.common.types import RANGES
-from xla_amp.tools.explain.page import Page, Report, Section
+from xla_amp.pages.page import Page, Report, Section
 
 MOST = 5
 """Producers that a report holds."""

@@ -21,11 +21,11 @@ from xla_amp.common.events import DecisionRecord
 from xla_amp.common.tables import Table
 from xla_amp.common.types import LOW_DTYPES, LowDtype
 from xla_amp.errors import SearchError, writing
+from xla_amp.pages.page import Page, Report, Section
+from xla_amp.planning import plans
+from xla_amp.planning.planner import Candidate, Found, Plan, SearchProgram, search
 from xla_amp.policy import Policy
 from xla_amp.policy.policy import MEASURED
-from xla_amp.tools.explain.page import Page, Report, Section
-from xla_amp.tools.search import plans
-from xla_amp.tools.search.planner import Candidate, Found, Plan, SearchProgram, search
 
 Array: TypeAlias = npt.NDArray[np.float32]
 Quantities: TypeAlias = dict[str, list[Array]]

@@ -10,10 +10,10 @@ from typing import Final, TypeAlias
 from xla_amp.common import units
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.types import Cast, LowDtype
+from xla_amp.planning.planner import Candidate, Plan
 from xla_amp.policy import Policy, module_patterns, op_catalog
 from xla_amp.policy.load import from_text
 from xla_amp.policy.policy import MEASURED
-from xla_amp.tools.search.planner import Candidate, Plan
 
 BASE = "lean"
 """The policy below the rows: everything that may run low does, and what no plan should lower is float32."""

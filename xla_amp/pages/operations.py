@@ -11,9 +11,9 @@ from xla_amp.analysis import costs
 from xla_amp.common import units
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.tables import Cell, Table
+from xla_amp.pages import paths
+from xla_amp.pages.page import Section
 from xla_amp.policy import BUILTIN, load
-from xla_amp.tools.explain import paths
-from xla_amp.tools.explain.page import Section
 
 Verdict: TypeAlias = Literal["risk", "could", "low", "wide", "same", "cast", "plumbing"]
 """``risk``: low where the built-in rules say float32; ``could``: float32 that could be low; ``wide``: float32 on

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from xla_amp.common import units
 from xla_amp.common.tables import Table
+from xla_amp.pages.page import Page, Report, Section
 from xla_amp.stablehlo import ir, sizes
+from xla_amp.stablehlo.converted import as_program
 from xla_amp.stablehlo.op_table import Structure, table, table_name
-from xla_amp.stablehlo.passes.autocast import as_program
-from xla_amp.tools.explain.page import Page, Report, Section
 
 
 class Tally(NamedTuple):

@@ -13,9 +13,9 @@ import pytest
 
 from xla_amp import cli
 from xla_amp.errors import FileError, ModuleError
-from xla_amp.stablehlo import ir, samples
-from xla_amp.stablehlo.passes.autocast import autocast
-from xla_amp.tools.inspect import comparison
+from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.api import autocast
+from xla_amp.stablehlo.measure import comparison, samples
 
 RNG = np.random.default_rng(0)
 X, W = (RNG.standard_normal(shape).astype(np.float32) for shape in ((4, 8), (8, 8)))

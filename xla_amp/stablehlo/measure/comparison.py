@@ -20,10 +20,10 @@ import numpy as np
 from xla_amp.common import progress, units
 from xla_amp.common.tables import Table
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import execution, ir, samples, sizes
-from xla_amp.stablehlo.passes.autocast import as_program
-from xla_amp.tools.explain.page import Page, Report, Section
-from xla_amp.tools.inspect import inspection
+from xla_amp.pages.page import Page, Report, Section
+from xla_amp.stablehlo import ir, sizes
+from xla_amp.stablehlo.converted import as_program
+from xla_amp.stablehlo.measure import execution, inspection, samples
 
 TOLERANCE: Final = 0.05
 """Default limit of `Error.relative` for `Comparison.agrees`."""

@@ -1,4 +1,4 @@
-"""`search` for StableHLO: the products of a program that must stay float32 on samples.
+"""`search` where sample inputs decide: the products of a program that must stay float32 on samples.
 
 Errors are relative, of the worst result against the original program, as `xla_amp.stablehlo.compare` measures them.
 """
@@ -15,15 +15,15 @@ from typing import Any, Final
 from xla_amp.common import progress
 from xla_amp.common.types import LowDtype
 from xla_amp.errors import TargetError
+from xla_amp.planning.planner import Candidate, Found, Plan, SearchProgram, search
 from xla_amp.policy.policy import Policy
-from xla_amp.stablehlo import samples
 from xla_amp.stablehlo.conversion_report import Achieved
-from xla_amp.stablehlo.passes.autocast import Converted, convert
+from xla_amp.stablehlo.converted import Converted
+from xla_amp.stablehlo.measure import comparison, samples
 from xla_amp.stablehlo.passes.cast_graph import CastNode
+from xla_amp.stablehlo.passes.convert import convert
 from xla_amp.stablehlo.program import Program
 from xla_amp.stablehlo.scope_paths import own_path
-from xla_amp.tools.inspect import comparison
-from xla_amp.tools.search import Candidate, Found, Plan, SearchProgram, search
 
 _QUANTITY: Final = "max_error"
 _MOST: Final = 64

@@ -19,7 +19,7 @@ from typing import Final, TypeAlias
 
 from xla_amp.common import progress
 from xla_amp.errors import SearchError
-from xla_amp.tools.explain import paths
+from xla_amp.pages import paths
 
 Plan: TypeAlias = frozenset[str]
 """Names of the candidates that run low; the others run in float32."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from xla_amp.stablehlo import ir
-from xla_amp.tools.inspect import inspection
+from xla_amp.stablehlo.measure import inspection
 
 MODULE = """
 func.func @main(%x: tensor<4x8xf32>, %w: tensor<8x8xbf16>, %n: tensor<?xi32>) -> (tensor<f32>, tensor<4x8xf32>) {

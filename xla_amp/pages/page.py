@@ -14,9 +14,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xla_amp.common.public_names import Left
 from xla_amp.common.tables import Table, terminal_width
 from xla_amp.errors import printable
+from xla_amp.public_names import Left
 
 
 @dataclasses.dataclass(frozen=True)

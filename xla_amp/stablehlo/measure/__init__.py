@@ -1,0 +1,1 @@
+"""What a program does: it is run on samples, compared with another, counted, and searched within an error."""

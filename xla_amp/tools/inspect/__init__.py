@@ -1,1 +1,0 @@
-"""What a StableHLO program holds and costs, comparison of two, compilers for absent hardware."""
