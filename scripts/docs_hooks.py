@@ -59,7 +59,7 @@ BUTTONS = re.compile(r"^(?:\[[^\]]+\]\([^)]+\) ?){2,}$", re.MULTILINE)
 UNSEARCHED = ("lists/changelog_archive.md",)
 """Pages beside those of sources that the search leaves out."""
 
-BOOSTS = {"Start": 2.0, "Guides": 2.0, "Help": 1.0, "Python API": 0.3, "Development": 0.1}
+BOOSTS = {"Start": 10.0, "Guides": 10.0, "Help": 1.0, "Python API": 0.1, "Development": 0.001}
 """Part of the navigation -> the weight of its pages in the search.  All other pages, such as lists, have the least."""
 
 INCLUDED = (
