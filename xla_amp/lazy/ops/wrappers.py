@@ -21,7 +21,7 @@ from xla_amp.lazy.graph.trace import Poisoned, trace
 from xla_amp.lazy.ops import dynamic_shape
 from xla_amp.lazy.ops.checks.argument_rules import EACH_CALL, ArgumentRule, check_fits
 from xla_amp.lazy.ops.checks.meta_results import RANK_REVEALING
-from xla_amp.lazy.ops.codegen import make_kernel
+from xla_amp.lazy.ops.codegen.text import make_kernel
 from xla_amp.lazy.ops.index_checks import CHECKED, check_several
 from xla_amp.lazy.ops.operators import Kernel, KernelTable, Wrapper, before, find
 from xla_amp.lazy.programs import execute

@@ -20,7 +20,8 @@ from xla_amp.lazy.base import forks, private_api
 from xla_amp.lazy.graph import generator
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.ops import cast_layers, composites, dynamic_shape, memory, missing, operators, rnn, sparse, wrappers
-from xla_amp.lazy.ops.codegen import Variant, make_kernel
+from xla_amp.lazy.ops.codegen.schema import Variant
+from xla_amp.lazy.ops.codegen.text import make_kernel
 from xla_amp.lazy.programs import execute, mesh, pjrt
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
