@@ -145,12 +145,15 @@ def test_time_steps_are_one_program(device: torch.device) -> None:
     assert executions == [0, *[1] * 11]
 
 
-def overlaps(boxes: torch.Tensor) -> torch.Tensor:
+class Overlaps(nn.Module):
     """A cost of 40 operations in which operations repeat."""
-    cost = torch.zeros_like(boxes)
-    for step in range(10):
-        cost = cost + boxes.minimum(boxes.roll(step, 0)).clamp(0) * boxes.maximum(boxes.roll(step, 0))
-    return cost
+
+    @torch.no_grad()
+    def forward(self, boxes: torch.Tensor) -> torch.Tensor:
+        cost = torch.zeros_like(boxes)
+        for step in range(10):
+            cost = cost + boxes.minimum(boxes.roll(step, 0)).clamp(0) * boxes.maximum(boxes.roll(step, 0))
+        return cost
 
 
 @pytest.mark.filterwarnings("ignore:the size of what:UserWarning")
@@ -159,13 +162,13 @@ def test_a_loss_that_reads_a_value_is_no_loop(device: torch.device, steps: int) 
     """Targets are assigned under `no_grad` after a read, as detectors do: no program ends there."""
 
     def train(where: Any) -> list[float]:
-        model, losses = network(23 + steps).to(where), []
+        model, overlaps, losses = network(23 + steps).to(where), Overlaps(), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for x, _ in batches(steps):
             found = model(x.to(where))
             with torch.no_grad():
                 chosen = (found > found.mean()).nonzero()[:2, 0]  # waits
-                cost = overlaps(found[chosen])
+            cost = overlaps(found[chosen])
             loss = (found[chosen] * cost).sum()
             loss.backward()
             optimizer.step()

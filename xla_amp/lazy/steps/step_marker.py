@@ -327,10 +327,12 @@ def _forward_begins(step: _Step, module: torch.nn.Module, trains: bool) -> None:
         if before and trace.nodes == (threading.get_ident(), private_api.autograd_nodes()):
             _run_alone()
     step.first = trace.generation, weakref.ref(module)
+    again = step.model is not None and any(each is step.model() for each in module.modules())
     if trains:
         step.open = trace.generation
-        step.model, step.parts, step.nodes = step.first[1], MOST_PARTS, private_api.autograd_nodes()
-    elif step.model is not None and any(each is step.model() for each in module.modules()):  # an evaluation
+        if again or step.model is None or step.model() is None:  # not a module of the same loss
+            step.model, step.parts, step.nodes = step.first[1], MOST_PARTS, private_api.autograd_nodes()
+    elif again:  # an evaluation
         step.model = None
         if trace.nodes == (threading.get_ident(), -1):
             trace.nodes = threading.get_ident(), private_api.autograd_nodes()
