@@ -11,6 +11,7 @@ import torch
 from harness import assert_same
 from torch.nn import functional as F
 
+import xla_amp
 from xla_amp.lazy.ops import dynamic_shape
 from xla_amp.lazy.programs import execute
 from xla_amp.testing import counts as counted
@@ -146,3 +147,29 @@ def test_losses_over_a_mask_that_changes_are_two_programs_without_a_wait(device:
     assert counts.compilations <= 2
     assert counts.host_syncs == 0
     torch.testing.assert_close([[x.cpu() for x in pair] for pair in found], [list(pair) for pair in expected])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_loss_on_the_cpu_is_two_programs_whatever_its_sizes(device: torch.device, scaled: bool) -> None:
+    """The fourth way out that docs/pytorch.md shows: the gradient comes back from the CPU."""
+
+    def train(where: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 9).to(where)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = xla_amp.GradScaler(device, init_scale=4.0, enabled=scaled and where == device)
+        for count in range(1, 7):
+            scores, target = model(torch.randn(8, 5).to(where)).cpu(), torch.rand(8, 9)
+            loss = (scores[scores > 0][:count] * target.unique()[:count].mean()).sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    expected = train("cpu")
+    with counted() as counts:
+        found = train(device)
+    torch.testing.assert_close(found, expected)
+    assert counts.compilations <= 4  # the first two steps differ: the optimizer begins, the scale exists
+    assert counts.host_syncs == 6 * (3 if scaled else 1) + 2  # scaling it reads the scale
