@@ -146,7 +146,7 @@ def training_step(
 @contextlib.contextmanager
 def regions_saved() -> Iterator[None]:
     """What regions compute in float32 is saved for the backward pass, as JAX does by itself."""
-    with mock.patch.object(float32_regions, "candidates", return_value=float32_regions.Candidates({}, {})):
+    with mock.patch.object(float32_regions, "candidates", return_value=float32_regions.Candidates({}, {}, {}, {})):
         yield
 
 

@@ -113,3 +113,42 @@ def test_one_label_for_each_row_is_read_from_low_values():
     loss = autocast(lambda w: jnp.sum(jnp.take_along_axis(x @ w, labels, 1)))
     text = jax.jit(jax.grad(loss)).lower(w).as_text()
     assert re.search(r"stablehlo.scatter.*?\}\) : \(tensor<4x8x(\w+)>", text, re.DOTALL)[1] == "bf16"
+
+
+@pytest.mark.parametrize("low", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: jnp.exp(abs(y)) * jax.scipy.special.i0e(y),  # abs rounds nothing and is before the float32 part
+        lambda y: jax.scipy.special.gammaln(y + 1.5) - jax.scipy.special.gammaln(1.5 * y + 1.5),  # two float32 parts
+        lambda y: (0.3 * (y[1:] - y[:-1])) ** 2 + 0.3 * y[1:],  # slices and differences
+        lambda y: 0.3 * jnp.take_along_axis(y, jnp.ones(y.shape, int), 1),  # one element many times
+    ],
+)
+def test_gradients_of_one_low_value_are_added_before_they_are_rounded(low, function):
+    w = jnp.eye(12)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((12, 12)) * 1e-3, low).astype(jnp.float32)
+    weights = jnp.cos(jnp.arange(144.0)).reshape(12, 12)
+
+    def loss(x, of=function):
+        out = of(x @ w)
+        return jnp.sum(out * weights[: len(out)])
+
+    def by_hand(x):
+        return loss(x.astype(low).astype(jnp.float32))
+
+    exact, hand = jax.grad(loss)(x), jax.grad(by_hand)(x).astype(low).astype(jnp.float32)
+    error = jax.jit(jax.grad(autocast(loss, dtype=low)))(x) - exact
+    assert jnp.max(abs(error)) <= 2.5 * jnp.max(abs(hand - exact)) + 1e-6 * jnp.max(abs(exact))
+
+
+def test_a_float32_copy_that_regions_share_is_not_saved():
+    w, x = jnp.eye(64), jnp.full((16, 64), 1.5)
+
+    def loss(w):
+        y = x @ w
+        return jnp.sum((jnp.tanh(y) @ w) * jnp.sin(y))
+
+    _, backward = jax.vjp(jax.jit(autocast(loss, dtype="bfloat16")), w)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(backward) if leaf.shape == (16, 64)} == {"bfloat16"}
+    assert jnp.allclose(jax.grad(autocast(loss, dtype="bfloat16"))(w), jax.grad(loss)(w), rtol=0.02, atol=0.05)

@@ -26,7 +26,10 @@ from xla_amp.policy.resolve import overridden
 
 Residual: TypeAlias = Literal["keep", "low"]
 
-_CASTABLE = frozenset(jnp.dtype(name) for name in ("float32", *LOW_DTYPES))
+LOW: Final = frozenset(map(jnp.dtype, LOW_DTYPES))
+"""The low dtypes."""
+
+_CASTABLE = LOW | {jnp.dtype("float32")}
 """The dtypes that a cast may change: float64, complex, integers and 8-bit floats stay as they are."""
 
 F32 = jnp.dtype(jnp.float32)

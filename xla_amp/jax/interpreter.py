@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from xla_amp.common import events
-from xla_amp.common.types import LOW_DTYPES, Cast
+from xla_amp.common.types import Cast
 from xla_amp.jax import compat, rebind
 from xla_amp.jax.analysis import composite_runs, float32_regions
 from xla_amp.jax.analysis.exact_reads import exact_values
@@ -29,6 +29,7 @@ from xla_amp.jax.analysis.jaxprs import (
 from xla_amp.jax.decisions import (
     F32,
     FEW_SUMMED,
+    LOW,
     LOW_CASTS,
     Settings,
     ban_error,
@@ -113,20 +114,22 @@ class Interpreter:
                 decided.update(range(run.start, run.stop))
         starts = {run.start: run for run in found if run.start in decided}
         saves = self.saves and not as_written
-        places = float32_regions.candidates(jaxpr, self.settings.current_policy()) if saves else None
+        places = float32_regions.Candidates({}, {}, {}, {})
+        if saves:
+            places = float32_regions.candidates(jaxpr, self.settings.current_policy())
         pending: collections.deque[int | float32_regions.Float32Region] = collections.deque(range(len(jaxpr.eqns)))
         while pending:
             index = pending.popleft()
             if isinstance(index, float32_regions.Float32Region):
                 with compat.mesh_of_equation(jaxpr.eqns[index.members[0]]):
-                    self._eval_region(jaxpr, index, environment)
+                    self._eval_region(jaxpr, index, environment, places)
                 continue
             if index in decided:
                 if index in starts:
                     with compat.mesh_of_equation(jaxpr.eqns[index]):
                         self._eval_composite(jaxpr, starts[index], environment, gradients)
                 continue
-            if places is not None and index in places.stops:
+            if index in places.stops:
                 region = self._find_region(jaxpr, places, index, pending, decided, environment)
                 if region is not None:
                     numbers = [index, *(pending.popleft() for _ in range(region.length - 1))]
@@ -166,35 +169,62 @@ class Interpreter:
                 break
             numbers.append(number)
         region = float32_regions.find(jaxpr, places.readers, numbers, low)
+        if index in places.shared and not float32_regions.adds_gradients(jaxpr, places, region, low):
+            return None
         # A function that is called, such as `jax.nn.gelu`, finds its own region, which is traced once for all calls.
         alone = len(region.members) == 1 and compat.sub_jaxprs(jaxpr.eqns[index].params)
         return None if alone else region
 
-    def _eval_region(self, jaxpr: Any, region: float32_regions.Float32Region, environment: dict[Any, Any]) -> None:
-        """Evaluates the equations of a region so that the backward pass computes them again from its operands."""
+    def _eval_region(
+        self,
+        jaxpr: Any,
+        region: float32_regions.Float32Region,
+        environment: dict[Any, Any],
+        places: float32_regions.Candidates,
+    ) -> None:
+        """Evaluates the equations of a region so that the backward pass computes them again from its operands.
+
+        The gradient of a low operand that others compute from, too, leaves it by the float32 copy that they share.
+        """
         values = [_read(environment, atom) for atom in region.reads]
         arrays = [isinstance(value.array, jax.Array) or np.ndim(value.array) > 0 for value in values]
         given = [value.array for value, is_array in zip(values, arrays, strict=True) if is_array]
+        shares = [
+            index
+            for index, (atom, value) in enumerate(zip(region.reads, values, strict=True))
+            if arrays[index]
+            and dtype_of(value.array) == self.settings.low
+            and not places.computing.get(float32_regions.name(atom), set()) <= {*region.members}
+        ]
         avals = list(map(jax.typeof, given))
+        eqns = [jaxpr.eqns[number] for number in region.members]
+
+        def given_to(arguments: Sequence[Any]) -> dict[Any, Value]:
+            rest = iter(arguments)
+            return {
+                float32_regions.name(atom): Value(next(rest) if is_array else value.array, value.facts)
+                for atom, value, is_array in zip(region.reads, values, arrays, strict=True)
+            }
 
         def evaluate(*arguments: Any) -> list[Any]:
             inner = Interpreter(self.settings, self.rules, outer=self.outer, scopes=self.scopes, saves=False)
             inner.streams = self.streams
-            rest = iter(arguments)
-            inside_of = {
-                float32_regions.name(atom): Value(next(rest) if is_array else value.array, value.facts)
-                for atom, value, is_array in zip(region.reads, values, arrays, strict=True)
-            }
-            rebind.run((jaxpr.eqns[number] for number in region.members), inside_of, inner.process, _read)
+            inside_of = given_to(arguments)
+            rebind.run(eqns, inside_of, inner.process, _read)
             return [inside_of[var].array for var in region.leaving]
+
+        def written(*arguments: Any) -> list[Any]:
+            arrays_in = {key: cast(value.array, F32) for key, value in given_to(arguments).items()}
+            rebind.run(eqns, arrays_in, rebind.bind_as_written, _read_as_written)
+            return [arrays_in[var] for var in region.leaving]
 
         known = tuple(
             value.facts if is_array else float32_regions.constant_key(value.array)
             for value, is_array in zip(values, arrays, strict=True)
         )
         policy = self.settings.current_policy()
-        scopes = (self.scopes, *(compat.scopes(jaxpr.eqns[n]) for n in region.members)) if policy.by_module else ()
-        streams = [not self.streams.isdisjoint(jaxpr.eqns[number].outvars) for number in region.members]
+        scopes = (self.scopes, *map(compat.scopes, eqns)) if policy.by_module else ()
+        streams = [not self.streams.isdisjoint(eqn.outvars) for eqn in eqns]
         key = (
             self.settings,
             policy,
@@ -202,9 +232,13 @@ class Interpreter:
             tuple(avals),
             known,
             tuple(streams),
+            tuple(shares),
             float32_regions.structure(jaxpr, region),
         )
-        outs = float32_regions.function(key, evaluate, avals)(*given)
+        in_float32 = written if float32_regions.is_float32(jaxpr, region) else None
+        shared = tuple(sum(arrays[:index]) for index in shares) if in_float32 else ()
+        copies = [self.casts.cast(values[index], F32) for index in shares[: len(shared)]]
+        outs = float32_regions.function(key, evaluate, in_float32, avals, shared)(*given, *copies)
         environment.update(zip(region.leaving, map(inside, outs), strict=True))
 
     def path(self, eqn: Any) -> str | None:
@@ -314,8 +348,8 @@ class Interpreter:
             if not self.streams.isdisjoint(eqn.outvars) and low in map(dtype_of, arrays_of(operands)):
                 operands, told = [inside(self.casts.cast(value, low)) for value in operands], _RESIDUAL
             used, params = self._cast(kind, decision, operands, weak, eqn)
-            if not self.backward and _reads_again(row, params, used) and dtype_of(used[0]) == low:
-                read = [cast(used[0], F32), *used[1:]]  # gradients of one element add up in float32
+            if not self.backward and float32_regions.reads_again(eqn) and dtype_of(used[0]) == low:
+                read = [self.casts.cast(operands[0], F32), *used[1:]]  # gradients of one element add up in float32
                 outs = [cast(out, low) for out in compat.bind(primitive, read, params)]
             else:
                 outs = compat.bind(primitive, used, params)
@@ -337,7 +371,7 @@ class Interpreter:
         self, row: PrimitiveInfo, decision: Decision, operands: list[Value], weak: Sequence[bool], avals: Sequence[Any]
     ) -> Decision:
         """The decision for a primitive without a rule, by what it reads: a number is never rounded."""
-        if any(dtype_of(aval) in _LOW for aval in avals):
+        if any(dtype_of(aval) in LOW for aval in avals):
             return decision._replace(cast="promote")  # as it was written
         if decision.cast == "fp32":
             scaled = any(self.casts.scales(operands[index]) for index in row.scaled_by)
@@ -511,7 +545,6 @@ def _recomputed(function: Callable[..., list[Any]], operands: Sequence[Any]) -> 
 
 
 _NUMERICAL: Final = "a step of JAX's QR, samplers or special functions, which need float32"
-_LOW: Final = frozenset(map(jax.numpy.dtype, LOW_DTYPES))
 _RESIDUAL: Final = "x + f(x): residual='low' lets it be low as f(x) is"
 
 
@@ -524,14 +557,6 @@ def _result_like(operand: Any, params: dict[str, Any], written: Sequence[Any]) -
     if not is_castable(wanted) or (wanted == F32 and all(dtype_of(each) != F32 for each in written[:2])):
         return params
     return {**params, "preferred_element_type": dtype_of(operand)}
-
-
-def _reads_again(row: PrimitiveInfo, params: dict[str, Any], operands: Sequence[Any]) -> bool:
-    """Whether a primitive that indexes an array may return an element several times."""
-    if not row.indexed_by:
-        return False
-    shape, batch = np.shape(operands[1]), params[row.indexed_by].start_indices_batching_dims
-    return any(size != 1 for axis, size in enumerate(shape[:-1]) if axis not in batch)
 
 
 def _why_fixed(decision: Decision, row: PrimitiveInfo) -> str:
@@ -558,7 +583,8 @@ def _read(environment: dict[Any, Value], atom: Any) -> Value:
 
 def _read_as_written(environment: dict[Any, Any], atom: Any) -> Any:
     """The array of a variable or constant in the dtype that the program was traced with."""
-    value = _literal(atom) if isinstance(atom, compat.Literal) else environment[atom]
+    value = environment.get(float32_regions.name(atom))
+    value = _literal(atom) if value is None else value
     dtype = dtype_of(atom.aval)
     return cast(value, dtype) if is_castable(dtype) else value
 

@@ -50,6 +50,8 @@ class PrimitiveInfo(NamedTuple):
     why: str
     passes_gradient: bool = False
     """Whether it passes a weight's gradient on, or adds it up."""
+    stops_gradient: bool = False
+    """Whether no gradient passes it."""
     between_devices: bool = False
     """Whether it moves elements between devices: what a contraction reads of a weight is rounded before, not after, so
     half as many bytes travel."""
@@ -106,7 +108,7 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
     )
     | _row(
         "data_movement", _MOVED,
-        "copy_p", "dynamic_slice", "rev", "slice",
+        "copy_p", "dynamic_slice", "rev",
         passes_gradient=True,
     )
     | _row("data_movement", _MOVED, "gather", passes_gradient=True, indexed_by="dimension_numbers")
@@ -118,6 +120,7 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
         passes_gradient=True, cheap=True, plumbing=True, axis_places="broadcast_dimensions",
     )
     | _row("data_movement", _MOVED, "reshape", "squeeze", passes_gradient=True, cheap=True, plumbing=True)
+    | _row("data_movement", _MOVED, "slice", passes_gradient=True, cheap=True)
     | _row(
         "data_movement", _MOVED,
         "transpose",
@@ -154,10 +157,11 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
     )
     | _row(
         None, "it picks elements of its operands",
-        "abs", "concatenate", "cummax", "cummin", "dynamic_update_slice", "neg", "pad", "reduce_max", "reduce_min",
+        "abs", "cummax", "cummin", "dynamic_update_slice", "neg", "pad", "reduce_max", "reduce_min",
         "split", "stack", "tile", "unstack",
         picks=True,
     )
+    | _row(None, "it picks elements of its operands", "concatenate", picks=True, cheap=True)
     | _row("conversion", "the user asked for this dtype", "convert_element_type", passes_gradient=True)
     | _row("conversion", "the user asked for this precision", "reduce_precision")
     | _row(
@@ -219,14 +223,15 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
     | _row(None, "it divides two arrays", "div", scaled_by=(1,))
     | _row(None, "what a remainder of a count is depends on each digit of the count", "rem", exact=True)
     | _row(None, "it moves what it gets", "device_put", "expand_dims", plumbing=True)
-    | _row(None, "it moves what it gets", "stop_gradient", cheap=True, plumbing=True)
+    | _row(None, "it moves what it gets", "stop_gradient", cheap=True, plumbing=True, stops_gradient=True)
+    | _row(None, "it counts", "iota", picks=True, cheap=True)
     | _row(
         None, "it moves or makes values, or computes no floats",
         "after_all", "and", "axis_index", "bcoo_extract", "bcoo_fromdense", "bcoo_sort_indices",
         "bcoo_todense", "bcoo_transpose", "bcsr_extract", "bcsr_fromdense", "bcsr_todense", "broadcast_to",
         "clz", "coo_fromdense", "coo_todense", "create_token", "csr_fromdense", "csr_todense", "dce_sink",
         "delay", "dim_as_value", "dimension_size", "empty", "empty2", "empty_ref", "free_ref", "freeze",
-        "from_edtype", "get_global", "inspect_sharding", "iota", "iota_2x32_shape", "layout_constraint",
+        "from_edtype", "get_global", "inspect_sharding", "iota_2x32_shape", "layout_constraint",
         "lu_pivots_to_permutation", "mulhi", "multiple_of", "name", "not", "num_programs", "or", "philox2x32",
         "philox4x32", "pin", "platform_index", "population_count", "program_id", "random_bits",
         "random_clone", "random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap",

@@ -18,9 +18,10 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from xla_amp.jax import compat
-from xla_amp.jax.analysis.jaxprs import Node, nodes, per_jaxpr
-from xla_amp.jax.decisions import decide
+from xla_amp.jax.analysis.jaxprs import Node, has_backward, nodes, per_jaxpr
+from xla_amp.jax.decisions import F32, LOW, decide, dtype_of, is_castable
 from xla_amp.jax.primitives import info, name_of
+from xla_amp.jax.value_info import cast
 from xla_amp.policy import Policy, effects, op_catalog
 from xla_amp.policy.effects import Remembered
 
@@ -43,38 +44,79 @@ class Candidates(NamedTuple):
 
     stops: dict[int, int]
     """Number of each equation that a region may start with -> where the cheap equations after it end."""
+    shared: dict[int, frozenset[Any]]
+    """Number of each of them that rounds nothing -> those of its operands whose gradients are added up."""
     readers: dict[Any, set[int]]
     """Variable -> numbers of the equations that read it; -1 for the caller."""
+    computing: dict[Any, set[int]]
+    """Variable -> numbers of the equations that compute from it and pass a gradient that JAX has still to add up."""
 
 
 @per_jaxpr
 def candidates(jaxpr: Any, policy: Policy) -> Candidates:
     """Where regions may be under a policy; empty if nowhere."""
     stops: dict[int, int] = {}
-    stop = len(jaxpr.eqns)
+    shared: dict[int, frozenset[Any]] = {}
+    stop, widening, later = len(jaxpr.eqns), False, set[Any]()
+    """Of the cheap equations in a row: where they end, whether one is float32, and what gradients pass."""
+    passing = set(compat.variables(() if has_backward(jaxpr) else jaxpr.outvars))
+    """Values with gradients that JAX has still to add up."""
+    computing: dict[Any, set[int]] = collections.defaultdict(set)
     for index, node in reversed(list(enumerate(nodes(jaxpr)))):
+        passes = not (node.row.stops_gradient or passing.isdisjoint(filter(_is_float, node.eqn.outvars)))
+        passing |= node.reads if passes else frozenset()
+        for variable in node.reads if passes and node.row.kind in (None, "clear") else ():
+            computing[variable].add(index)
         if not _is_cheap(node):
-            stop = index
-        elif _widens(node, policy):
-            stops[index] = stop
+            stop, widening, later = index, False, set()
+            continue
+        if _widens(node, policy):
+            stops[index], widening = stop, True
+        elif passes and widening and (again := node.reads if _adds_gradients(node) else node.reads & later):
+            stops[index], shared[index] = stop, again
+        later |= node.reads if passes else frozenset()
     readers: dict[Any, set[int]] = {}
     if stops:
         of_caller = frozenset(compat.variables(jaxpr.outvars))
         for number, read in [(-1, of_caller), *((n, node.reads) for n, node in enumerate(nodes(jaxpr)))]:
             for variable in read:
                 readers.setdefault(variable, set()).add(number)
-    return Candidates(stops, readers)
+    return Candidates(stops, shared, readers, computing)
 
 
 def _is_cheap(node: Node) -> bool:
     if node.decided:
         return False
+    if node.row.kind == "conversion":  # of an integer: the others say what a product may do
+        return bool(np.issubdtype(node.eqn.invars[0].aval.dtype, np.integer))
+    if node.row.indexed_by:  # a float32 gradient of an array of which few elements are read would be large
+        return reads_again(node.eqn)
     return all(map(_all_cheap, node.inside)) if _is_call(node) else _is_cheap_primitive(node.eqn.primitive.name)
 
 
 @per_jaxpr
 def _all_cheap(jaxpr: Any) -> bool:
     return all(map(_is_cheap, nodes(jaxpr)))
+
+
+def reads_again(eqn: Any) -> bool:
+    """Whether an equation indexes an array and may return an element several times."""
+    indexed_by = info(eqn.primitive.name).indexed_by
+    if not indexed_by:
+        return False
+    shape, batch = eqn.invars[1].aval.shape, eqn.params[indexed_by].start_indices_batching_dims
+    return any(size != 1 for axis, size in enumerate(shape[:-1]) if axis not in batch)
+
+
+def _adds_gradients(node: Node) -> bool:
+    """Whether the derivative of an equation adds up gradients of one element."""
+    return any(map(_any_adds_gradients, node.inside)) if _is_call(node) else reads_again(node.eqn)
+
+
+@per_jaxpr
+def _any_adds_gradients(jaxpr: Any) -> bool:
+    read = [variable for node in nodes(jaxpr) for variable in node.reads]
+    return len(read) > len(set(read)) or any(map(_adds_gradients, nodes(jaxpr)))
 
 
 def _is_call(node: Node) -> bool:
@@ -94,6 +136,8 @@ def _widens(node: Node, policy: Policy) -> bool:
     """Whether an equation, or one in it, is computed in float32 from values that may be low."""
     if _is_call(node):
         return any(_any_widens(jaxpr, policy) for jaxpr in node.inside)
+    if not any(map(_is_float, node.eqn.outvars)):
+        return False
     numbers = [index for index, atom in enumerate(node.eqn.invars) if _is_number(atom)]
     if any(index in node.row.scaled_by and _is_power_of_two(node.eqn.invars[index].val) for index in numbers):
         return False
@@ -135,6 +179,14 @@ def find(jaxpr: Any, readers: dict[Any, set[int]], numbers: Sequence[int], low: 
     return Float32Region(tuple(members), tuple(reads.values()), leaving, len(numbers))
 
 
+def adds_gradients(jaxpr: Any, places: Candidates, region: Float32Region, low: Sequence[Any]) -> bool:
+    """Whether a region that starts with a fork adds up gradients of a low value, and computes float32 from it."""
+    first, *later = region.members
+    read = frozenset[Any]().union(*(nodes(jaxpr)[number].reads for number in later))
+    again = _adds_gradients(nodes(jaxpr)[first]) or not places.shared[first].isdisjoint(read.intersection(low))
+    return again and any(number in places.stops and number not in places.shared for number in later)
+
+
 def structure(jaxpr: Any, region: Float32Region) -> tuple[Any, ...]:
     """What regions with the same computation have in common."""
     number = {name(atom): index for index, atom in enumerate(region.reads)}
@@ -159,31 +211,116 @@ _functions: collections.OrderedDict[Any, Remembered[Callable[..., Any]]] = colle
 _MOST_FUNCTIONS: Final = 1024
 
 
-def function(key: Any, evaluate: Callable[..., list[Any]], avals: Sequence[Any]) -> Callable[..., list[Any]]:
+def function(
+    key: Any,
+    evaluate: Callable[..., list[Any]],
+    written: Callable[..., list[Any]] | None,
+    avals: Sequence[Any],
+    shared: Sequence[int] = (),
+) -> Callable[..., list[Any]]:
     """A function that computes a region and keeps its arguments for the backward pass instead of what it computes.
 
     It is traced once for all regions with the same computation, and is one function of the program that JAX lowers.
+    If the program computed all of the region in float32, its results have the dtypes of `evaluate`, and the gradients
+    of a low argument are added up before they are rounded.
 
-    `key`: what the computation depends on; one that cannot be hashed is not remembered.
+    `key`: what the computation depends on; one that cannot be hashed is not remembered.  `evaluate` computes the region
+    by the policy, `written` as it was written; None if the program itself has low values there.
+    `shared`: indices of low arguments whose float32 copies follow, which get their gradients.
     """
     try:
         hash(key)
     except TypeError:
-        return _make(evaluate, avals)
-    made = effects.remembered(_functions, key, lambda: _make(evaluate, avals))
+        return _make(evaluate, written, avals, shared)
+    made = effects.remembered(_functions, key, lambda: _make(evaluate, written, avals, shared))
     if len(_functions) > _MOST_FUNCTIONS:
         _functions.popitem(last=False)
     return made
 
 
-def _make(evaluate: Callable[..., list[Any]], avals: Sequence[Any]) -> Callable[..., list[Any]]:
-    traced = compat.trace(evaluate, avals)
+def _make(
+    evaluate: Callable[..., list[Any]],
+    written: Callable[..., list[Any]] | None,
+    avals: Sequence[Any],
+    shared: Sequence[int],
+) -> Callable[..., list[Any]]:
+    with effects.collect() as followed:
+        traced = compat.trace(evaluate, avals)
+    wide = None
+    if written is not None and not followed.uses and (shared or _computes_low(traced.jaxpr)):
+        dtypes = [aval.dtype for aval in traced.out_avals]
+        wide_avals = [compat.with_dtype(aval, F32) if aval.dtype in LOW else aval for aval in avals]
+        wide = compat.trace(lambda *values: list(map(cast, written(*values), dtypes)), wide_avals)
+
+    chosen = traced if wide is None else wide
 
     def float32_region(*arguments: Any) -> list[Any]:
-        return list(jaxpr_as_fun(traced)(*arguments))
+        dtypes = [aval.dtype for aval in chosen.in_avals]
+        return list(jaxpr_as_fun(chosen)(*map(cast, arguments, dtypes)))
 
     # XLA sees both computations, and may keep a value after all where that is faster; a loop saves the arguments.
-    return jax.jit(jax.checkpoint(float32_region, prevent_cse=False))
+    region = jax.jit(jax.checkpoint(float32_region, prevent_cse=False))
+    if not shared:
+        return region
+    if wide is None:
+        return lambda *arguments: region(*arguments[: len(avals)])
+    return _with_shared(region, jaxpr_as_fun(wide), len(avals), shared)
+
+
+def _with_shared(
+    region: Callable[..., list[Any]], wide: Callable[..., Sequence[Any]], count: int, shared: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """`region` with a float32 copy of each argument at the indices `shared` after its `count` arguments.
+
+    The copies get the gradients of these arguments, in float32, and are not saved.  `wide` computes the region from
+    float32 arguments.
+    """
+
+    @jax.custom_jvp
+    def evaluated(*arguments: Any) -> list[Any]:
+        return region(*arguments[:count])
+
+    def derivative(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        given, moving = primals[:count], list(tangents[:count])
+        for index, tangent in zip(shared, tangents[count:], strict=True):
+            moving[index] = tangent
+        changing = [index for index, tangent in enumerate(moving) if not compat.is_zero(tangent)]
+
+        def linear(given: Any, moving: Any) -> list[Any]:
+            arguments = [cast(each, F32) for each in given]
+
+            def of(*changed: Any) -> list[Any]:
+                at = dict(zip(changing, changed, strict=True))
+                return list(filter(is_floating, wide(*(at.get(i, each) for i, each in enumerate(arguments)))))
+
+            moving = [cast(each, F32) for each in moving]
+            return list(jax.jvp(of, [arguments[index] for index in changing], moving)[1])
+
+        outs = region(*given)
+        rest = iter(jax.jit(jax.checkpoint(linear, prevent_cse=False))(given, [moving[index] for index in changing]))
+        return outs, [next(rest) if is_floating(out) else np.zeros(out.shape, jax.dtypes.float0) for out in outs]
+
+    def is_floating(value: Any) -> bool:
+        return bool(np.issubdtype(value.dtype, np.inexact)) or is_castable(value.dtype)
+
+    evaluated.defjvp(derivative, symbolic_zeros=True)
+    return evaluated
+
+
+def _computes_low(jaxpr: Any) -> bool:
+    """Whether more than a conversion reads a low argument: its gradients would be added up in the low dtype."""
+    low = {var for var in jaxpr.invars if dtype_of(var.aval) in LOW}
+    return any(node.row.kind != "conversion" and not low.isdisjoint(node.reads) for node in nodes(jaxpr))
+
+
+def is_float32(jaxpr: Any, region: Float32Region) -> bool:
+    """Whether the program was written with no low value in a region."""
+    atoms = (atom for number in region.members for atom in (*jaxpr.eqns[number].invars, *jaxpr.eqns[number].outvars))
+    return all(dtype_of(atom.aval) not in LOW for atom in atoms)
+
+
+def _is_float(atom: Any) -> bool:
+    return is_castable(dtype_of(atom.aval))
 
 
 def _is_number(atom: Any) -> bool:
