@@ -60,7 +60,10 @@ UNSEARCHED = ("lists/changelog_archive.md",)
 """Pages beside those of sources that the search leaves out."""
 
 BOOSTS = {"Start": 10.0, "Guides": 10.0, "Help": 1.0, "Python API": 0.1, "Development": 0.001}
-"""Part of the navigation -> the weight of its pages in the search.  All other pages, such as lists, have the least."""
+"""Part of the navigation -> the weight of its pages in the search."""
+
+LISTED = {"lists/device_tests.md": 0.001}
+"""Page outside of the navigation -> its weight.  Others have 0.05: their titles still outweigh text of guides."""
 
 INCLUDED = (
     "README.md",
@@ -231,7 +234,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["search"] = {"exclude": True}
     else:
         part = page.parent.title if page.parent else ""
-        page.meta["search"] = {"boost": BOOSTS.get(part, min(BOOSTS.values()))}
+        page.meta["search"] = {"boost": BOOSTS.get(part) or LISTED.get(address, 0.05)}
     if address == OVERVIEW:
         markdown = re.sub(r"`(xla_amp\.[\w.]+)`", _named, markdown)
     return markdown if page.file.generated_by else _relinked(markdown, f"docs/{page.file.src_uri}")
