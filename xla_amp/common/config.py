@@ -76,7 +76,9 @@ def rules() -> str:
 
 
 _values = os.environ._data  # type: ignore[attr-defined]
-_OF_REGIONS: Final = tuple(os.environ.encodekey(name) for name in (ENGINE, RULES, POLICY_FILE, *HPU_LISTS.values()))
+_OF_REGIONS: Final = tuple(
+    os.environ.encodekey(name) for name in (ENGINE, RULES, "PJRT_DEVICE", POLICY_FILE, *HPU_LISTS.values())
+)
 
 
 def engine_text() -> object:
@@ -87,7 +89,7 @@ def engine_text() -> object:
 def of_regions() -> tuple[object, ...]:
     """What the engine and the rules of a region depend on; equal answers mean that variables and files are the same."""
     texts = tuple(map(_values.get, _OF_REGIONS))
-    if any(texts[2:]):
+    if any(texts[3:]):
         for path in filter(None, (policy_file(), *hpu_lists().values())):
             status = path.stat() if path.exists() else None
             texts += (status and (status.st_mtime_ns, status.st_size),)

@@ -277,6 +277,8 @@ def test_python_calls_of_an_entry(device):
         with autocast(device, dtype=LOW):
             pass
 
+    if device.type == "xla":
+        pytest.skip("on torch_xla's device a region installs its kernels, and takes them away")
     entered()
     assert len(calls.of(entered)) <= (25 if device.type != "cpu" else 35)
 
