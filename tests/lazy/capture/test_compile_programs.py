@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -300,6 +301,28 @@ def schedules_inside(name):
     return program
 
 
+def schedule_far_away(device, compiled):
+    """Stepped by an object of an object, and it changes nothing in the calls that are recorded."""
+    model = network(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = training(device, model, optimizer)
+    loop = SimpleNamespace(rates=SimpleNamespace(schedule=torch.optim.lr_scheduler.StepLR(optimizer, 6, 0.5)))
+
+    def step(x):
+        loss = train(x)
+        loop.rates.schedule.step()
+        return loss
+
+    step, results = compiled(step), []
+    for x in batches(device, (6, 8)) * 2:
+        results += [
+            step(x),
+            torch.tensor(loop.rates.schedule.last_epoch),
+            torch.tensor(optimizer.param_groups[0]["lr"]),
+        ]
+    return results + tensors(model), [step]
+
+
 class Meter:
     """A mean, as a loop's own."""
 
@@ -448,7 +471,7 @@ def transformers_model(device, compiled):
 PROGRAMS = [
     accumulation, accumulation_in_a_step, two_step_gan, alternating_shapes, mixed_optimizers,
     checkpoints, shared_with_jax, *map(of_schedule, SCHEDULES),
-    *map(schedules_inside, SCHEDULES), trainer_class, recurrent_in_parts, gradient_penalty, activation_checkpointing,
+    *map(schedules_inside, SCHEDULES), schedule_far_away, trainer_class, recurrent_in_parts, gradient_penalty, activation_checkpointing,
     transformers_model, *map(of_optimizer, OPTIMIZERS),
 ]  # fmt: skip
 

@@ -7,6 +7,7 @@ something in them was replaced, which is seen by identity, all at once.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 import weakref
@@ -16,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 from xla_amp.lazy.capture.values import Entry, Reading, accumulates, is_dense, plain
@@ -285,8 +287,10 @@ class State:
         """Those among the arguments of which the declared functions name attributes."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         """Models and optimizers."""
+        self._searched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Optimizers whose schedules have been found."""
         self._used: list[weakref.ref[Any]] = []
-        """Those that a recorded call has used, and that nothing else names."""
+        """Those that a recorded call has used, and schedules of its optimizers; code need not name them."""
 
     def saw(self, owner: Any) -> None:
         """Adds a model that a recorded call has called, or an optimizer that has stepped."""
@@ -311,7 +315,10 @@ class State:
         objects = self._objects
         if objects is None or not objects.holds(found):
             objects = self._objects = _Objects(found)
-            self._known.update(owner for _, owner in objects.objects.values())
+            owners = [owner for _, owner in objects.objects.values()]
+            self._known.update(owners)
+            if self._find_schedules([each for each in owners if isinstance(each, Optimizer)]):
+                return self.snapshot(modes, arguments)
         return Snapshot(self, modes, given, named, objects)
 
     def _read_names(self, arguments: list[Any]) -> Reading:
@@ -333,13 +340,26 @@ class State:
         if self.functions[1:]:
             self._search(named, found, arguments)
         for owner in [owner for reference in self._used if (owner := reference()) is not None]:
-            named.add(owner, f"the {type(owner).__name__} that it calls", NOWHERE)
+            if all(owner is not each for each, _ in named.repeated.values()):
+                named.add(owner, f"the {type(owner).__name__} that it calls", NOWHERE)
         named.end()
         self._named = None
         if not named.tensors:  # one that is replaced is freed before the next call
             named.keep()
             self._named = named
         return named
+
+    def _find_schedules(self, optimizers: list[Optimizer]) -> bool:
+        """Adds the schedules of optimizers that are new: what steps one may be anywhere in the program."""
+        new = {id(each): each for each in optimizers if each not in self._searched}
+        if not new:
+            return False
+        self._searched.update(new.values())
+        found = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
+        schedules = [each for each in found if id(getattr(each, "optimizer", None)) in new]
+        self._used += map(weakref.ref, schedules)
+        self._named = None
+        return bool(schedules)
 
     def _search(self, named: Reading, own: Bound, arguments: list[Any]) -> None:
         """Reads what the declared functions name, and what they name of modules among the arguments."""
