@@ -471,7 +471,8 @@ def transformers_model(device, compiled):
 PROGRAMS = [
     accumulation, accumulation_in_a_step, two_step_gan, alternating_shapes, mixed_optimizers,
     checkpoints, shared_with_jax, *map(of_schedule, SCHEDULES),
-    *map(schedules_inside, SCHEDULES), schedule_far_away, trainer_class, recurrent_in_parts, gradient_penalty, activation_checkpointing,
+    *map(schedules_inside, SCHEDULES), schedule_far_away, trainer_class, recurrent_in_parts, gradient_penalty,
+    activation_checkpointing,
     transformers_model, *map(of_optimizer, OPTIMIZERS),
 ]  # fmt: skip
 
