@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from harness import is_here
 import xla_amp
 from xla_amp import autocast, policy
 from xla_amp.policy import Policy, load
-from xla_amp.pytorch.autocast import kernels
+from xla_amp.pytorch.autocast import kernels, operation_recorder
 from xla_amp.tools.explain.on_pytorch import ExplainReport
 
 LOW, FULL, HALF = torch.bfloat16, torch.float32, torch.float16
@@ -185,3 +186,23 @@ def test_reports_equal_what_the_dispatcher_does_for_every_registered_operation()
                 if done != told:
                     wrong[operation, str(dtypes)] = done, told
     assert wrong == {}
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "xla"])
+def test_a_kernel_that_is_held_again_is_the_one_that_torch_has(device_type):
+    """The dispatcher keeps a released kernel for as long as another operation of the same hold is held."""
+    device = torch.device("cpu") if device_type == "cpu" else xla_amp.xla_device()
+    present = set(kernels._installed)
+    names = [name for name in operation_recorder._operations(kernels.KEYS[device.type]) if name != "neg"]
+    releases = []
+    for name in itertools.islice((each for each in names if (device.type, each) not in present), 500):
+        release = kernels.hold(device.type, ("neg", name))
+        releases.append(kernels.hold(device.type, (name,)))
+        release()  # kernels that call each other would be too deep in the end
+    releases.append(kernels.hold(device.type, ("neg",)))
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        found = torch.neg(torch.ones(2, device=device))
+    for release in releases:
+        release()
+    assert found.tolist() == [-1, -1]
+    assert set(kernels._installed) == present

@@ -198,7 +198,7 @@ op_catalog.registered_operations.subscribe(_registered)
 
 # ---- the store -------------------------------------------------------------------------------------------------------
 # One `hold` puts its new kernels into one `torch.library.Library` for each namespace.  A library is destroyed when the
-# last of its operations is released; the dispatcher then has its earlier kernels.
+# last of its operations is released; the dispatcher then has its earlier kernels.  Until then it has all of them.
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -212,7 +212,7 @@ class _Installed:
 _lock = threading.RLock()
 _installed: dict[tuple[str, str], _Installed] = {}
 """By device type and operation."""
-_operations_of: dict[torch.library.Library, int] = {}
+_held: dict[torch.library.Library, int] = {}
 """Number of held operations of each library."""
 _in_use: set[str] = set()
 """XLA device types that have had a kernel of ours."""
@@ -292,10 +292,14 @@ def _acquire(device_type: str, operations: Iterable[str]) -> tuple[str, ...]:
                         continue
                     library = _install(KEYS[device_type], name, _kernel(device_type, name, operator), libraries)
                     kernel = _installed[device_type, name] = _Installed(library)
+                _held[kernel.library] += kernel.holders == 0
                 kernel.holders += 1
                 done.append(name)
         except BaseException:
             _release(device_type, done)
+            for library in libraries.values():
+                if _held.get(library) == 0:
+                    del _held[library]
             raise
     return tuple(done)
 
@@ -305,12 +309,13 @@ def _release(device_type: str, operations: Iterable[str]) -> None:
         for name in operations:
             kernel = _installed[device_type, name]
             kernel.holders -= 1
-            if kernel.holders == 0:
-                del _installed[device_type, name]
-                _operations_of[kernel.library] -= 1
-                if _operations_of[kernel.library] == 0:
-                    del _operations_of[kernel.library]
-                    del kernel  # the last reference to the library, which takes its kernels back
+            library = kernel.library
+            _held[library] -= kernel.holders == 0
+            if _held[library] == 0:
+                del _held[library], kernel
+                for each in [each for each, kernel in _installed.items() if kernel.library is library]:
+                    del _installed[each]
+                del library  # the last reference, with which the dispatcher gets its earlier kernels back
 
 
 def _install(
@@ -320,9 +325,8 @@ def _install(
     library = libraries.get(namespace)
     if library is None:
         library = libraries[namespace] = torch.library.Library(namespace or "aten", "IMPL", key)
-        _operations_of[library] = 0
+        _held[library] = 0
     library.impl(bare, kernel, with_keyset=True, allow_override=True)
-    _operations_of[library] += 1
     return library
 
 
