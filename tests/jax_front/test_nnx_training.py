@@ -229,5 +229,5 @@ def test_the_recipe_trains():
         loss, scale = page["step"](net, optimizer, scale, x, y)
         last = step(expected, plain)
     close(nnx.state(net), nnx.state(expected), 0.01)
-    np.testing.assert_allclose(loss, last, rtol=1e-3)
+    np.testing.assert_allclose(loss, last, rtol=3e-3)  # 200 steps in float16
     assert last < 0.5
