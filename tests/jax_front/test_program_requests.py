@@ -296,14 +296,17 @@ def test_a_logarithm_reads_how_near_a_sigmoid_is_to_1(name, low):
         return jnp.mean(LOGARITHMS[name](product(x, w, low)))
 
     x, w = array(16, 8), 3 * array(8, 8, seed=1) / 2
-    # Where tanh is near 1, the gradient of its square cancels; in float16 it is up to an eighth of the greatest off.
-    share = 0.125 if name == "tanh" and low is jnp.float16 else 0.02
+    with jax.enable_x64(True):
+        wide = np.asarray(x, np.float64)
+        exact = jax.value_and_grad(lambda w: jnp.mean(LOGARITHMS[name](wide @ w)))(np.asarray(w, np.float64))
+    by_user = jax.value_and_grad(lambda w: loss(x, w, by_hand))(w)
     for function in (
         jax.value_and_grad(autocast(lambda w: loss(x, w, product), dtype=low)),
         autocast(jax.value_and_grad(lambda w: loss(x, w, product)), dtype=low),
     ):
-        for one, other in zip(function(w), jax.value_and_grad(lambda w: loss(x, w, by_hand))(w), strict=True):
-            np.testing.assert_allclose(one, other, rtol=0.02, atol=share * float(jnp.abs(other).max()))
+        for one, other, right in zip(function(w), by_user, exact, strict=True):
+            error, of_user = (float(np.abs(each - np.asarray(right)).max()) for each in (one, other))
+            assert error <= 2 * of_user + 0.002 * float(np.abs(right).max())
 
 
 def test_what_computes_between_products_is_float32_and_saves_its_low_operands():
