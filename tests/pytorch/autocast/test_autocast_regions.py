@@ -261,10 +261,11 @@ print(torch.mm(matrix, matrix).dtype)
 """
 
 
-def test_regions_made_before_the_device_starts():
+def test_regions_made_before_the_device_starts(low_of):
+    low = low_of(torch.device("xla"))
     run = forked.run(program=BEFORE_THE_DEVICE, environment=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == [str(each) for each in (LOW, *(LOW, HALF, HALF, FULL) * 2, FULL)]
+    assert run.stdout.split() == [str(each) for each in (low, *(low, HALF, HALF, FULL) * 2, FULL)]
 
 
 # ---- what an entry costs ---------------------------------------------------------------------------------------------
