@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 from xla_amp.lazy.capture.values import Entry, Reading, accumulates, is_dense, plain
-from xla_amp.lazy.graph.trace import Buffer
+from xla_amp.lazy.graph.trace import Buffer, trace
 from xla_amp.lazy.steps import optimizer_step
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.training import capturable, initial_state, reader
@@ -355,7 +355,8 @@ class State:
         if not new:
             return False
         self._searched.update(new.values())
-        found = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
+        with trace.lock:  # no program of another thread runs while the list of all objects has its arrays, too
+            found = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
         schedules = [each for each in found if id(getattr(each, "optimizer", None)) in new]
         self._used += map(weakref.ref, schedules)
         self._named = None
