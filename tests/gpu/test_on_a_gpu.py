@@ -53,7 +53,7 @@ def batches(number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_training_run_follows_float32_with_one_program_and_no_wait(dtype, captured):
     losses: dict[str, list[float]] = {"float32": [], "low": []}
-    reference = network()
+    model, reference = network().to(DEVICE), network()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
     for x, y in batches(10):
         optimizer.zero_grad()
@@ -62,7 +62,6 @@ def test_a_training_run_follows_float32_with_one_program_and_no_wait(dtype, capt
         optimizer.step()
         losses["float32"].append(loss.item())
 
-    model = network().to(DEVICE)
     syncfree, scaler = xla_amp.syncfree.SGD(model.parameters(), lr=0.05), xla_amp.GradScaler(init_scale=256.0)
 
     def step(x, y):

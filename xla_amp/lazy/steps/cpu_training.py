@@ -32,7 +32,7 @@ def is_told(optimizer: torch.optim.Optimizer) -> bool:
     del _counts[optimizer]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     elements = sum(p.numel() for p in parameters)
-    device_works = trace.count > 0 or metrics.executions > 0
+    device_works = trace.count > 0 or metrics.executions > 0 or metrics.host_to_device > 0
     if (device_works and elements < LEAST_ELEMENTS) or any(p.device.type != "cpu" for p in parameters):
         return False
     events.warn(
