@@ -11,12 +11,12 @@ import enum
 import functools
 import inspect
 import os
-import pathlib
 import sys
 import threading
 import types
 from typing import Any
 
+import calls
 import numpy as np
 import pytest
 import torch
@@ -340,6 +340,17 @@ def test_what_an_inner_module_gains_or_loses_counts(name, device):
     assert step.replays == 4
 
 
+def _training(model, optimizer):
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_change_of_the_state_counts(name, device):
@@ -348,14 +359,7 @@ def test_a_change_of_the_state_counts(name, device):
         model = nn.Linear(4, 2).to(device)
         optimizer = xla_amp.syncfree.SGD(model.parameters(), lr=0.1)
 
-        def step(x):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        call, losses, handle = wrap(step), [], None
+        call, losses, handle = wrap(_training(model, optimizer)), [], None
         for number in range(16):
             if number == 11:
                 handle = HOOKS[name](model, optimizer)
@@ -426,19 +430,6 @@ def test_an_item_that_moves_between_lists_is_another_capture(device):
 
 def test_a_replay_runs_few_functions_of_the_package(device):
     model, x = nn.Linear(4, 3).to(device), torch.ones(5, 4, device=device)
-    optimizer = xla_amp.syncfree.SGD(model.parameters(), lr=0.1)
-
-    def step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    step, package = replaying(step, x), str(pathlib.Path(xla_amp.__file__).parent)
-    calls = []
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code) if event == "call" else None)
-    step(x)
-    sys.setprofile(None)
-    ours = [code.co_qualname for code in calls if code.co_filename.startswith(package)]
+    step = replaying(_training(model, xla_amp.syncfree.SGD(model.parameters(), lr=0.1)), x)
+    ours = calls.of(lambda: step(x))
     assert 50 < len(ours) < 150, collections.Counter(ours).most_common()
