@@ -1,1 +1,1 @@
-"""Which operations must stay float32 within an error budget, whoever measures the errors, and plans as policies."""
+"""Finds the operations that must stay float32 within an error budget, and writes plans as policies."""

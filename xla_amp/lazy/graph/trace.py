@@ -579,8 +579,8 @@ def _number_here(buffer: Buffer) -> int:
 def _run(owner: Owner) -> None:
     """Runs the trace of another thread.
 
-    Meanwhile this thread is that one: another that ends, or calls ``backward``, makes it ask anew whose trace is in the
-    place.
+    Until it has run, this thread counts as that one.  When a third thread ends or calls ``backward``, this thread looks
+    again whose trace it has to use, and it must find the same one.
     """
     mine, before = trace.owner, _here.owner
     _here.owner = owner

@@ -107,7 +107,7 @@ def _check_asserted() -> None:
 
 @atexit.register
 def _check_at_exit() -> None:
-    """Before JAX's handler, which was registered before; a forked child has nothing of its own to check."""
+    """Runs before JAX's handler, because Python calls the newest first.  A forked child has nothing to check."""
     if _asserted and not forks.is_forked():
         for read, _ in list(_asserted):
             read.value()  # runs what was recorded, and waits

@@ -65,7 +65,7 @@ def make(
         operator: its torch operator.
         device_type: the device type whose tensors it casts.
         key: the dispatch key that it will be installed on.
-        outside: returns the effective policy where no region of ours is open.
+        outside: returns the effective policy while none of our regions is open.
         torch_rule: what torch does on this key: the cast, and whether torch has a kernel for it.
         keep_kernel: the kernel that is installed now is torch's or the user's; call it where ours has nothing to do.
     """

@@ -180,7 +180,7 @@ def wanted(rules: OpenRules) -> list[Wanted]:
 def _of_torch_xla() -> frozenset[str]:
     """ATen operations that torch_xla casts; without a rule of our policy they must not be cast.
 
-    Called before a kernel of ours is installed there.
+    Must be called before our first kernel is installed there.
     """
     names = (name.removeprefix("aten::") for name in _registered() if name.startswith("aten::"))
     key = KEYS[TORCH_XLA]
@@ -215,7 +215,7 @@ _installed: dict[tuple[str, str], _Installed] = {}
 _held: dict[torch.library.Library, int] = {}
 """Number of held operations of each library."""
 _in_use: set[str] = set()
-"""XLA device types that have had a kernel of ours."""
+"""XLA device types for which our kernels have been installed."""
 _complete: set[Policy] = set()
 """Policies all of whose kernels stay on the lazy device."""
 _staying: set[str] = set()
@@ -271,7 +271,7 @@ def make_ready() -> None:
 
 
 def in_use() -> list[str]:
-    """XLA device types that have had a kernel of ours."""
+    """XLA device types for which our kernels have been installed."""
     return sorted(_in_use)
 
 
