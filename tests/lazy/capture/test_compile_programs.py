@@ -323,6 +323,27 @@ def schedule_far_away(device, compiled):
     return results + tensors(model), [step]
 
 
+def schedule_made_later(device, compiled):
+    """By a callback that is added when the step is captured already."""
+    model, callbacks = network(device), {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train, schedules = training(device, model, optimizer), []
+
+    def step(x):
+        loss = train(x)
+        for callback in callbacks.values():
+            callback()
+        return loss
+
+    step, results = compiled(step), []
+    for number, x in enumerate(batches(device, (6, 8)) * 2):
+        if number == 6:
+            schedules.append(torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5))
+            callbacks["rates"] = lambda: schedules[0].step()
+        results += [step(x), torch.tensor(optimizer.param_groups[0]["lr"])]
+    return results + tensors(model) + [torch.tensor(schedules[0].last_epoch)], [step]
+
+
 class Meter:
     """A mean, as a loop's own."""
 
@@ -471,9 +492,8 @@ def transformers_model(device, compiled):
 PROGRAMS = [
     accumulation, accumulation_in_a_step, two_step_gan, alternating_shapes, mixed_optimizers,
     checkpoints, shared_with_jax, *map(of_schedule, SCHEDULES),
-    *map(schedules_inside, SCHEDULES), schedule_far_away, trainer_class, recurrent_in_parts, gradient_penalty,
-    activation_checkpointing,
-    transformers_model, *map(of_optimizer, OPTIMIZERS),
+    *map(schedules_inside, SCHEDULES), schedule_far_away, schedule_made_later, trainer_class,
+    recurrent_in_parts, gradient_penalty, activation_checkpointing, transformers_model, *map(of_optimizer, OPTIMIZERS),
 ]  # fmt: skip
 
 

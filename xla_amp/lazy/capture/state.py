@@ -287,8 +287,6 @@ class State:
         """Those among the arguments of which the declared functions name attributes."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         """Models and optimizers."""
-        self._searched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Optimizers whose schedules have been found."""
         self._used: list[weakref.ref[Any]] = []
         """Those that a recorded call has used, and schedules of its optimizers; code need not name them."""
 
@@ -315,10 +313,7 @@ class State:
         objects = self._objects
         if objects is None or not objects.holds(found):
             objects = self._objects = _Objects(found)
-            owners = [owner for _, owner in objects.objects.values()]
-            self._known.update(owners)
-            if self._find_schedules([each for each in owners if isinstance(each, Optimizer)]):
-                return self.snapshot(modes, arguments)
+            self._known.update(owner for _, owner in objects.objects.values())
         return Snapshot(self, modes, given, named, objects)
 
     def _read_names(self, arguments: list[Any]) -> Reading:
@@ -349,18 +344,19 @@ class State:
             self._named = named
         return named
 
-    def _find_schedules(self, optimizers: list[Optimizer]) -> bool:
-        """Adds the schedules of optimizers that are new: what steps one may be anywhere in the program."""
-        new = {id(each): each for each in optimizers if each not in self._searched}
-        if not new:
-            return False
-        self._searched.update(new.values())
+    def find_schedules(self, now: Snapshot) -> bool:
+        """Adds schedules of the optimizers of a snapshot that it lacks; whether there are any.
+
+        What steps one may be anywhere in the program, so all objects are searched.
+        """
+        owners = {id(owner) for _, owner in self._objects.objects.values()} if self._objects else set[int]()
         with trace.lock:  # no program of another thread runs while the list of all objects has its arrays, too
             found = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
-        schedules = [each for each in found if id(getattr(each, "optimizer", None)) in new]
-        self._used += map(weakref.ref, schedules)
+        known = {id(each) for each, _ in now.repeated.values()}
+        new = [each for each in found if id(getattr(each, "optimizer", None)) in owners and id(each) not in known]
+        self._used += map(weakref.ref, new)
         self._named = None
-        return bool(schedules)
+        return bool(new)
 
     def _search(self, named: Reading, own: Bound, arguments: list[Any]) -> None:
         """Reads what the declared functions name, and what they name of modules among the arguments."""
