@@ -20,12 +20,8 @@ from xla_amp.common.types import Cast
 from xla_amp.jax import compat, rebind
 from xla_amp.jax.analysis import composite_runs, float32_regions
 from xla_amp.jax.analysis.exact_reads import exact_values
-from xla_amp.jax.analysis.jaxprs import (
-    follows_gradients,
-    gradient_outputs,
-    residual_additions,
-    residual_outputs,
-)
+from xla_amp.jax.analysis.jaxprs import gradient_outputs, residual_additions, residual_outputs
+from xla_amp.jax.analysis.optimizer_part import follows_gradients
 from xla_amp.jax.decisions import (
     F32,
     FEW_SUMMED,
