@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from xla_amp.tools.overflow.on_pytorch import find_overflow as find_overflow
     from xla_amp.tools.search.on_pytorch import search as search
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 _engines.choose.subscribe(lambda wanted: importlib.import_module("xla_amp.engine_choice").choose(wanted))
 
 _PUBLIC = {

@@ -64,4 +64,4 @@ LEFT: Final[Mapping[str, str]] = MappingProxyType(
         "xla_amp.policy.extend_known_operations": "xla_amp.policy.op_catalog.registered_operations.subscribe(function)",
     }
 )
-"""Public names that have left since 0.3.0 -> what to write; the next minor release empties it."""
+"""Public names that left with 0.4.0 -> what to write; 0.5.0 empties it."""

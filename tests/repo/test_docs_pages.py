@@ -31,6 +31,18 @@ def test_readme_quotes_the_benchmarks():
         assert figures == [theirs[0].split()[0], flax, torch_xla, native, *ratios]
 
 
+def test_the_error_of_gradients_in_bfloat16_is_that_of_the_tables():
+    """tools.md quotes the least and the greatest of the transformers in policy.md and jax.md."""
+    levels = re.findall(r"^\| (?:GPT-2|BERT) \|.*\| (\S+) \|$", (ROOT / "docs" / "policy.md").read_text(), re.MULTILINE)
+    forms = re.findall(
+        r"^\| (?:GPT|Llama), .*?\| (0\.0\d+) \| (0\.0\d+) \|", (ROOT / "docs" / "jax.md").read_text(), re.MULTILINE
+    )
+    errors = [100 * float(number) for number in (*levels, *(each for row in forms for each in row))]
+    assert len(errors) == 8
+    said = re.search(r"an error of (\S+) to (\S+) % in bfloat16", (ROOT / "docs" / "tools.md").read_text())
+    assert (float(said[1]), float(said[2])) == (round(min(errors), 1), round(max(errors)))
+
+
 def test_the_environment_page_has_every_variable_that_the_package_names():
     page = (ROOT / "docs" / "lists" / "environment.md").read_text()
     rows = re.findall(r"^\| (`.+?`) \|", page, re.MULTILINE)

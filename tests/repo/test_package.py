@@ -26,8 +26,10 @@ def test_no_folder_of_the_package_lacks_an_init():
 def test_one_version():
     version = PROJECT["project"]["version"]
     assert xla_amp.__version__ == version
-    assert re.search(rf"^## \[({re.escape(version)}|Unreleased)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    released = re.search(r"^## \[(\d.*?)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[1] == version
+    assert f"\nversion: {version}\ndate-released: {released[2]}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"dist/xla_amp-{version}-py3-none-any.whl" in (ROOT / "docs" / "install.md").read_text()
 
 
 def test_a_wheel_has_every_file_that_the_package_reads():
