@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.modules import module as nn_module
@@ -35,37 +36,83 @@ MOST_PARTS = 16
 """Programs into which reads may cut a forward pass and its loss."""
 
 
+_Call: TypeAlias = Literal["foreign", "first", "inside", "step", "repeat", "either"]
+
+
+class _Next(NamedTuple):
+    """What a module's call is after an event."""
+
+    waits: _Call
+    """A step has ended, or must begin with the next forward pass."""
+    ran: _Call
+    """A program has run."""
+    called: _Call
+    """A module is called."""
+    repeats: _Call
+    """The program ends where its first module is called again (`loops`)."""
+    first_too: _Call
+    """It should, and that module is gone: the next one is the first."""
+
+
+_CALLS: Final[Mapping[_Call, _Next]] = MappingProxyType(
+    {  # a module's call is nothing; the thread loads or logs
+        "foreign": _Next("first", "foreign", "inside", "repeat", "first"),
+        # begins the thread's first step, if it calls modules at all
+        "first": _Next("first", "foreign", "inside", "repeat", "first"),
+        # is nothing
+        "inside": _Next("step", "step", "inside", "repeat", "step"),
+        # begins a step
+        "step": _Next("step", "step", "inside", "either", "step"),
+        # of the first module ends the program
+        "repeat": _Next("step", "step", "repeat", "repeat", "either"),
+        # begins a step, and a later one of the first module ends the program
+        "either": _Next("step", "step", "repeat", "either", "either"),
+    }
+)
+"""What a module's call is for a thread -> what it is after an event."""
+_NOTHING: Final = ("foreign", "inside")
+
+
+class _Forward:
+    """The forward pass of a training step, and its loss, until a backward pass ends."""
+
+    __slots__ = ("model", "nodes", "parts")
+
+    def __init__(self, model: weakref.ref[torch.nn.Module]) -> None:
+        self.model = model
+        """The module whose call began it."""
+        self.nodes = private_api.autograd_nodes()
+        """The count of autograd's nodes then."""
+        self.parts = MOST_PARTS
+        """How many further programs may be parts of it."""
+
+
 class _Step:
     """Where a thread is in its step."""
 
     def __init__(self) -> None:
-        self.armed: Generation | None = None
-        """The trace in which an optimizer step was recorded; no longer the present one after a flush."""
+        self.call: _Call = "foreign"
+        """What a module's call is."""
+        self.phase: Literal["between", "open", "stepped"] = "between"
+        """Whether a training step has begun that no optimizer step has ended, or an optimizer step was recorded."""
+        self.at: Generation | None = None
+        """The trace in which that was; no longer the present one after a flush."""
         self.stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that stepped in that trace."""
-        self.awaited = False
-        """Whether the next forward pass begins a step."""
-        self.ended = False
-        """Whether the next forward pass begins a program, too (`end_step`)."""
         self.first: tuple[Generation | None, Any] = None, None
         """A trace, and a weak reference to the module that was called first in it."""
-        self.repeats = False
-        """Whether the program ends where that module is called again (`loops`)."""
-        self.paused = False
-        self.open: Generation | None = None
-        """The trace in which a training step began that no optimizer step has ended."""
-        self.model: weakref.ref[Any] | None = None
-        """The module whose forward pass began the training step, until a backward pass ends."""
-        self.nodes = -1
-        """The count of autograd's nodes then."""
-        self.parts = 0
-        """How many further programs may be parts of that forward pass and its loss."""
+        self.forward: _Forward | None = None
         self.begins_program = False
         """Whether the last training step began with its program: nothing was recorded before its forward pass."""
+        self.ended = False
+        """Whether the next forward pass that begins a step begins a program, too (`end_step`)."""
+        self.paused = False
         self.unscaled = False
         """Whether a scaler has unscaled gradients and not updated its scale."""
-        self.calls = False
-        """Whether the thread calls modules, or is the one that started the device."""
+
+    def is_in(self, phase: Literal["open", "stepped"]) -> bool:
+        """Whether the phase began in this trace."""
+        return self.phase == phase and self.at is trace.generation
 
 
 class _Process:
@@ -126,7 +173,7 @@ def install() -> None:
     execute.program_ran.subscribe(_program_ran)
     forks.in_child.subscribe(_forget)
     with trace.lock:
-        _step().calls = True
+        _step().call = "inside"
         _await_forward()
 
 
@@ -141,10 +188,10 @@ def step_begins() -> None:
     """Flushes if an optimizer step was recorded since the last flush."""
     with trace.lock:
         step = trace.step or _step()
-        armed = step.armed is trace.generation
-        step.armed = None
-        if armed and not step.paused:
-            flush()
+        if step.phase == "stepped":
+            step.phase = "between"
+            if step.at is trace.generation and not step.paused:
+                flush()
 
 
 def end_step() -> None:
@@ -209,7 +256,7 @@ def scale_is_updated() -> None:
     with trace.lock:
         step = _step()
         step.unscaled = False
-        if _process.with_optimizer and not step.paused and step.armed is trace.generation:
+        if _process.with_optimizer and not step.paused and step.is_in("stepped"):
             end_step()
 
 
@@ -218,7 +265,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if not optimizer_step.is_on_device(optimizer):
         return
     with trace.lock:
-        if _step().armed is trace.generation and optimizer in _step().stepped:
+        if _step().is_in("stepped") and optimizer in _step().stepped:
             step_begins()
         forward_ended()
         trace.nodes = None  # what the optimizer records is part of a training step
@@ -229,9 +276,10 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         device_was_used()
         with trace.lock:
             step = _step()
-            step.open = None
+            if step.phase == "open":
+                step.phase = "between"
             if trace.code:
-                _arm(step, optimizer)
+                _optimizer_stepped(step, optimizer)
                 if _process.with_optimizer and not step.paused and not step.unscaled:
                     end_step()
     elif not has_stepped() and cpu_training.is_told(optimizer):
@@ -249,10 +297,10 @@ def has_stepped() -> bool:
     return not _process.watches
 
 
-def _arm(step: _Step, optimizer: torch.optim.Optimizer) -> None:
-    if step.armed is not trace.generation:
+def _optimizer_stepped(step: _Step, optimizer: torch.optim.Optimizer) -> None:
+    if not step.is_in("stepped"):
         step.stepped.clear()
-    step.armed = trace.generation
+    step.phase, step.at = "stepped", trace.generation
     step.stepped.add(optimizer)
     _await_forward()
 
@@ -271,27 +319,25 @@ def _await_forward() -> None:
     """
     with trace.lock:
         step = _step()
-        step.awaited, step.repeats = True, False
+        step.call = _CALLS[step.call].waits
         _install_hook()
 
 
 def forward_ended() -> None:
     """A backward pass or an optimizer's step: what follows is not the loss of the last training step's forward pass."""
-    _step().model = None
+    _step().forward = None
 
 
 def _program_ran() -> None:
     step = trace.step or _step()
-    if step.model is not None and step.model() is not None and step.parts:
-        step.parts -= 1
-        if private_api.autograd_nodes() != step.nodes:
+    forward = step.forward
+    if forward is not None and forward.model() is not None and forward.parts:
+        forward.parts -= 1
+        if private_api.autograd_nodes() != forward.nodes:
             trace.nodes = threading.get_ident(), -1
-    if step.calls:
-        step.awaited, step.repeats = True, False
-        if _process.hook is None:
-            _install_hook()
-    else:  # a thread that loads or logs
-        step.awaited = False
+    step.call = _CALLS[step.call].ran
+    if step.call == "step" and _process.hook is None:
+        _install_hook()
 
 
 def _install_hook() -> None:
@@ -303,22 +349,22 @@ def before_forward(module: torch.nn.Module) -> None:
     """Marks the forward pass of a module, or of a compiled graph, which may be the first one of a step."""
     with trace.lock:
         step = _step()
-        if step.awaited or step.repeats:
+        if step.call not in _NOTHING:
             trains = getattr(module, "training", False)  # a frozen module of TorchScript does not have it
             _forward_begins(step, module, trains and torch.is_grad_enabled())
 
 
 def _forward_begins(step: _Step, module: torch.nn.Module, trains: bool) -> None:
-    if not step.awaited:
+    if step.call == "repeat":
         if module is not _first_module() or step.paused or not any(may_repeat()):
             return
         flush()
-        step.repeats = True
-    step.awaited, step.calls = False, True
+        step.call = "repeat"
+    step.call = _CALLS[step.call].called
     if step.ended:
         step.ended = False
         flush()
-    if not _process.keeps_hook and not any(each.awaited or each.repeats for each in _process.steps):
+    if not _process.keeps_hook and all(each.call in _NOTHING for each in _process.steps):
         _remove_hook()
     step_begins()
     if trains and not is_open() and any(p.device.type == DEVICE_TYPE for p in module.parameters()):
@@ -327,13 +373,14 @@ def _forward_begins(step: _Step, module: torch.nn.Module, trains: bool) -> None:
         if before and trace.nodes == (threading.get_ident(), private_api.autograd_nodes()):
             _run_alone()
     step.first = trace.generation, weakref.ref(module)
-    again = step.model is not None and any(each is step.model() for each in module.modules())
+    model = step.forward and step.forward.model()
+    again = model is not None and any(each is model for each in module.modules())
     if trains:
-        step.open = trace.generation
-        if again or step.model is None or step.model() is None:  # not a module of the same loss
-            step.model, step.parts, step.nodes = step.first[1], MOST_PARTS, private_api.autograd_nodes()
+        step.phase, step.at = "open", trace.generation
+        if again or model is None:  # not a module of the same loss
+            step.forward = _Forward(step.first[1])
     elif again:  # an evaluation
-        step.model = None
+        step.forward = None
         if trace.nodes == (threading.get_ident(), -1):
             trace.nodes = threading.get_ident(), private_api.autograd_nodes()
 
@@ -347,17 +394,15 @@ def ends_at_first_module() -> bool:
     """From now on this program ends where its first module is called again; False if none has been called in it."""
     _install_hook()
     step = _step()
-    if _first_module() is None:  # it was called on the CPU, and is gone
-        step.awaited = True
-    else:
-        step.repeats = True
-    return step.repeats
+    after = _CALLS[step.call]
+    step.call = after.first_too if _first_module() is None else after.repeats  # it was called on the CPU, and is gone
+    return step.call in ("repeat", "either")
 
 
 def is_open() -> bool:
     """Whether the forward pass of a training step has begun in this trace, and no optimizer step has followed."""
     with trace.lock:
-        return _step().open is trace.generation
+        return _step().is_in("open")
 
 
 def _remove_hook() -> None:
@@ -369,8 +414,8 @@ def _remove_hook() -> None:
 def _forget() -> None:
     """In a forked child: a module on the CPU, a loader's transform for instance, begins no step of the parent's."""
     for step in _process.steps:
-        step.armed = step.open = None
-        step.awaited = step.ended = step.repeats = False
+        step.phase, step.ended = "between", False
+        step.call = "foreign" if step.call in ("foreign", "first") else "inside"
     _remove_hook()
 
 
