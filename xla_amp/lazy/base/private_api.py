@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import ast
 import contextlib
 import ctypes
 import functools
@@ -10,7 +11,6 @@ import inspect
 import pathlib
 import queue
 import threading
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -293,12 +293,15 @@ def _traceback(operation: str, location: str) -> Any:
 
 def _function_at(file: str, line: int, name: str) -> Any:
     """A function in a line of a file: it calls its first argument with the others, or hands over what that returns."""
-    call: Any = (lambda f, *rest: f(*rest)) if name.startswith("aten::") else (lambda f, put: put(f()))
-    code = call.__code__
-    # Each instruction is in column 0 of the first line: the format is that of CPython's Objects/locations.md.
-    lines = b"".join(bytes((0xD0 | min(7, left - 1), 0, 0)) for left in range(len(code.co_code) // 2, 0, -8))
-    named = code.replace(co_filename=file, co_firstlineno=line, co_name=name, co_qualname=name, co_linetable=lines)
-    return types.FunctionType(named, {})
+    tree: Any = ast.parse("def f(f, *rest): f(*rest)" if name.startswith("aten::") else "def f(f, put): put(f())")
+    tree.body[0].name = name
+    nodes: Any = ast.walk(tree)
+    for node in nodes:
+        node.lineno = node.end_lineno = line
+        node.col_offset = node.end_col_offset = 0
+    made: dict[str, Any] = {}
+    exec(compile(tree, file, "exec"), made)
+    return made[name]
 
 
 def process_group(boxed: Any) -> Any:
