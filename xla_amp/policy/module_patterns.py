@@ -13,28 +13,12 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
-from xla_amp.common.types import Cast, OperationClass
+from xla_amp.common.types import OPERATION_CLASSES, Cast
 from xla_amp.policy import op_catalog
 
 PREFIX: Final = "module:"
 
-COMPUTES: Final[frozenset[OperationClass]] = frozenset(
-    {
-        "contraction",
-        "convolution",
-        "recurrent",
-        "reduction",
-        "transcendental",
-        "normalization",
-        "loss",
-        "activation",
-        "elementwise",
-        "pooling",
-        "interpolation",
-        "linear_algebra",
-        "fourier",
-    }
-)
+COMPUTES: Final = frozenset(OPERATION_CLASSES) - {"comparison", "indexing", "sorting", "data_movement", "random"}
 """Classes that a rule for a whole module reaches.  Operations that only move, compare, sort or draw values follow the
 other rules, unless a pattern names them."""
 

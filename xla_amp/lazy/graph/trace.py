@@ -91,68 +91,40 @@ def _new_spec(shape: Numbers, dtype: torch.dtype) -> Spec:
     return found
 
 
+_NONE: Mapping[Any, Any] = MappingProxyType({})
+
+
+@dataclasses.dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Instruction:
     """An operation with everything that shapes its program; the trace stores its id."""
 
-    __slots__ = (
-        "__weakref__",
-        "collective",
-        "constants",
-        "emit",
-        "family",
-        "floats",
-        "id",
-        "inputs",
-        "ints",
-        "location",
-        "minor",
-        "name",
-        "numbers",
-        "outs",
-        "random",
-        "takes",
-        "traced",
-    )
+    name: str
+    emit: Callable[..., Any] | None
+    """``emit(context, inputs, floats, ints, rng)`` returns one array for each result; None marks a parameter."""
+    outs: tuple[Spec | None, ...]
+    inputs: int
+    floats: int = 0
+    ints: int = 0
+    random: bool = False
+    takes: tuple[type, ...] = ()
+    """Classes of deferred inputs (as `Permuted`) that `emit` accepts; other inputs are arrays."""
+    collective: bool = False
+    """Whether this is a collective operation of processes that train together."""
+    minor: Mapping[str, Mapping[int, Numbers]] = dataclasses.field(default_factory=lambda: _NONE)
+    """Platform -> position of an input -> its minor-most dimensions in memory (`memory_layout`)."""
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=lambda: _NONE)
+    """Arguments that are part of the program, by name, to say in which of them two programs differ."""
+    family: Family | None = None
+    numbers: tuple[float, ...] = ()
+    """The numbers, such as the start of a slice, by which this differs from others of its family."""
+    traced: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False)
+    """Context -> `emit` as JAX has traced it (`compile`)."""
+    location: str = dataclasses.field(init=False)
+    """``file:line`` of the user's code that recorded it first; empty in a backward pass."""
+    id: int = dataclasses.field(init=False)
 
-    def __init__(
-        self,
-        name: str,
-        emit: Callable[..., Any] | None,
-        outs: tuple[Spec | None, ...],
-        inputs: int,
-        floats: int = 0,
-        ints: int = 0,
-        random: bool = False,
-        takes: tuple[type, ...] = (),
-        collective: bool = False,
-        minor: Mapping[str, Mapping[int, Numbers]] = MappingProxyType({}),
-        constants: Mapping[str, Any] = MappingProxyType({}),
-        family: Family | None = None,
-        numbers: tuple[float, ...] = (),
-    ) -> None:
-        self.name = name
-        self.emit = emit
-        """``emit(context, inputs, floats, ints, rng)`` returns one array for each result; None marks a parameter."""
-        self.outs = outs
-        self.inputs = inputs
-        self.floats = floats
-        self.ints = ints
-        self.random = random
-        self.takes = takes
-        """Classes of deferred inputs (as `Permuted`) that `emit` accepts; other inputs are arrays."""
-        self.collective = collective
-        """Whether this is a collective operation of processes that train together."""
-        self.minor = minor
-        """Platform -> position of an input -> its minor-most dimensions in memory (`memory_layout`)."""
-        self.constants = constants
-        """Arguments that are part of the program, by name, to say in which of them two programs differ."""
-        self.traced: dict[Any, Any] = {}
-        """Context -> `emit` as JAX has traced it (`compile`)."""
-        self.family = family
-        self.numbers = numbers
-        """The numbers, such as the start of a slice, by which this differs from others of its family."""
+    def __post_init__(self) -> None:
         self.location = events.user_location()
-        """``file:line`` of the user's code that recorded it first; empty in a backward pass."""
         self.id = next(_ids)
         instructions[self.id] = self
 
