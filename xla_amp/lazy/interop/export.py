@@ -22,6 +22,7 @@ from xla_amp.lazy.programs import execute, pjrt
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.programs.observed import function_of, observed
 from xla_amp.lazy.tensors import tensor_io
+from xla_amp.lazy.tensors.tensor_io import is_lazy
 from xla_amp.torch_common import trees
 from xla_amp.training.reader import bound
 
@@ -127,9 +128,7 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
             "Take .item(), print, `if tensor:` and sync() out of it, or export its parts"
         )
     returned = [
-        ("output" + trees.keystr(path), leaf)
-        for path, leaf in trees.tree_flatten_with_path(result)[0]
-        if _is_lazy(leaf)
+        ("output" + trees.keystr(path), leaf) for path, leaf in trees.tree_flatten_with_path(result)[0] if is_lazy(leaf)
     ]
     return _assemble(runs[0], locations, names, first, returned)
 
@@ -179,16 +178,12 @@ def _assemble(
 # Names.
 
 
-def _is_lazy(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == tensor_io.DEVICE_TYPE
-
-
 def _named_arguments(step: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
     called = step.forward if isinstance(step, torch.nn.Module) else step
     bound = inspect.signature(called).bind(*args, **kwargs).arguments
     for argument, value in bound.items():
         for path, leaf in trees.tree_flatten_with_path(value)[0]:
-            if _is_lazy(leaf):
+            if is_lazy(leaf):
                 yield argument + trees.keystr(path), leaf
 
 
@@ -202,18 +197,18 @@ def _named_state(step: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]
 
 def _state(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     prefix = f"{name}." if name else ""
-    if _is_lazy(value):
+    if is_lazy(value):
         yield name, value
     elif isinstance(value, torch.nn.Module):
         for own, tensor in (*value.named_parameters(), *value.named_buffers()):
-            if _is_lazy(tensor):
+            if is_lazy(tensor):
                 yield prefix + own, tensor
     elif isinstance(value, torch.optim.Optimizer):
         for number, entries in enumerate(value.state.values()):
             for key, tensor in entries.items():
-                if _is_lazy(tensor):
+                if is_lazy(tensor):
                     yield f"{prefix}state[{number}].{key}", tensor
     elif isinstance(value, list | tuple | dict):
         for path, leaf in trees.tree_flatten_with_path(value)[0]:
-            if _is_lazy(leaf):
+            if is_lazy(leaf):
                 yield name + trees.keystr(path), leaf

@@ -23,7 +23,7 @@ from xla_amp.lazy.interop.arrays import to_jax
 from xla_amp.lazy.interop.functionalize import FunctionTrace, evaluate, numbers_of, tracing
 from xla_amp.lazy.interop.torch_function import has_64_bits
 from xla_amp.lazy.programs.observed import Function
-from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.lazy.tensors.tensor_io import is_lazy
 from xla_amp.lazy.torch_integration.device import device
 from xla_amp.torch_common import trees
 
@@ -205,8 +205,8 @@ class _ModuleCall:
         named = dict(zip((*self._params, *self._buffers), tensors[:last], strict=True))
         result = torch.func.functional_call(self._module, named, args, kwargs)
         flat, self._result_tree = trees.tree_flatten(result)
-        self._result_items = [_TENSOR if _is_lazy(x) else x for x in flat]
-        return [x for x in flat if _is_lazy(x)], state, sources
+        self._result_items = [_TENSOR if is_lazy(x) else x for x in flat]
+        return [x for x in flat if is_lazy(x)], state, sources
 
     def _placeholder_dtypes(self, params: Any, buffers: Any, inputs: Any) -> list[torch.dtype]:
         """Dtypes of the placeholders: the module's integers keep their dtypes, whatever JAX's 64-bit setting is."""
@@ -271,12 +271,8 @@ def _narrow(values: Sequence[Any]) -> list[Any]:
     return [x.astype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in values]
 
 
-def _is_lazy(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
-
-
 def _array(tensor: torch.Tensor) -> jax.Array:
-    return to_jax(tensor if _is_lazy(tensor) else tensor.detach().to(device()))
+    return to_jax(tensor if is_lazy(tensor) else tensor.detach().to(device()))
 
 
 def _as_dicts(value: Any) -> Any:

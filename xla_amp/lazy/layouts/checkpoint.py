@@ -42,7 +42,7 @@ from xla_amp.lazy.base import private_api
 from xla_amp.lazy.base.dtypes import TO_NUMPY
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io, transfer
-from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE, is_lazy
 from xla_amp.torch_common import exchange, trees
 from xla_amp.training import held
 
@@ -135,7 +135,7 @@ def _begin(call: str, state: Mapping[str, Any], path: str | os.PathLike[str]) ->
     written: dict[Any, torch.Tensor] = {}
 
     def detach(value: Any) -> Any:
-        if not _is_lazy(value):
+        if not is_lazy(value):
             return value
         key = held.part(value)
         if key not in written:  # of tied weights only the first is written; the file has one meta tensor for all
@@ -348,10 +348,6 @@ def _state_of(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
-def _is_lazy(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
-
-
 def _is_array(leaf: Any) -> bool:
     """Whether the arrays of a checkpoint hold the value of this leaf of its structure."""
     return isinstance(leaf, torch.Tensor) and leaf.is_meta and leaf.numel() > 0
@@ -378,13 +374,13 @@ def _layouts(value: Any) -> Callable[[tuple[Any, ...], torch.Tensor], Any]:
         def parameter_layout(where: tuple[Any, ...], leaf: torch.Tensor) -> Any:
             is_state = len(where) > 1 and getattr(where[0], "key", None) == "state"
             parameter = numbered[where[1].key] if is_state and where[1].key < len(numbered) else None
-            if parameter is None or not _is_lazy(parameter) or parameter.shape != leaf.shape:
+            if parameter is None or not is_lazy(parameter) or parameter.shape != leaf.shape:
                 return None
             return mesh.sharding_of(tensor_io.buffer_of(parameter))
 
         return parameter_layout
     present, _ = trees.tree_flatten_with_path(_state_of(value))
-    layouts = {where: mesh.sharding_of(tensor_io.buffer_of(tensor)) for where, tensor in present if _is_lazy(tensor)}
+    layouts = {where: mesh.sharding_of(tensor_io.buffer_of(tensor)) for where, tensor in present if is_lazy(tensor)}
     return lambda where, leaf: layouts.get(where)
 
 

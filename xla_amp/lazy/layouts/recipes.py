@@ -26,7 +26,7 @@ from xla_amp.lazy.processes import same_values
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.programs import mesh as meshes
 from xla_amp.lazy.tensors import tensor_io
-from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE, is_lazy
 from xla_amp.torch_common import trees
 
 
@@ -323,19 +323,13 @@ class _Batches:
         """Splits the batch."""
         self._extents = ()
         for value in trees.tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE and value.layout is torch.strided:
+            if is_lazy(value) and value.layout is torch.strided:
                 self._split(value)
 
     def after(self, module: nn.Module, args: Any, result: Any) -> None:
         """Keeps a layer's result split as the batch: XLA might as well split it as the layer's weight is."""
         count = len(self._extents)
-        if (
-            count
-            and isinstance(result, torch.Tensor)
-            and result.dim() > count
-            and tuple(result.shape[:count]) == self._extents
-            and result.device.type == DEVICE_TYPE
-        ):
+        if count and is_lazy(result) and result.dim() > count and tuple(result.shape[:count]) == self._extents:
             spmd.constrain(result, self._layout.mesh, self._layout.batch)
 
     def _split(self, value: torch.Tensor) -> None:

@@ -291,13 +291,13 @@ def _shard_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not meshes.is_partitioned():
         return  # the mesh of a step that was exported
     for parameter, state in optimizer.state.items():
-        if not isinstance(parameter, torch.Tensor) or parameter.device.type != DEVICE_TYPE:
+        if not tensor_io.is_lazy(parameter):
             continue
         layout = meshes.sharding_of(tensor_io.buffer_of(parameter))
         if layout is None:
             continue
         for value in state.values():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.device.type == DEVICE_TYPE:
+            if tensor_io.is_lazy(value) and value.shape == parameter.shape:
                 buffer = tensor_io.buffer_of(value)
                 if meshes.sharding_of(buffer) is None:
                     meshes.set_sharding(buffer, layout)

@@ -159,8 +159,7 @@ def _on_cpu(operator: Any, args: Any, kwargs: Any) -> Any:
     def down(value: Any) -> Any:
         if isinstance(value, torch.device):
             return torch.device("cpu")
-        on_device = isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
-        return tensor_io.to_host(value).clone() if on_device else value  # in memory that torch may resize
+        return tensor_io.to_host(value).clone() if tensor_io.is_lazy(value) else value  # which torch may resize
 
     # torch passes a number that it has wrapped in a tensor as the number.
     args = tuple(

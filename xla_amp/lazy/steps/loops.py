@@ -175,7 +175,7 @@ def _updated(operands: Iterable[Any]) -> torch.Tensor | None:
     outside of the transform have computed since.
     """
     listed = itertools.chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in operands)
-    tensors = [each for each in listed if isinstance(each, torch.Tensor) and each.device.type == tensor_io.DEVICE_TYPE]
+    tensors: list[torch.Tensor] = [*filter(tensor_io.is_lazy, listed)]
     leaves = [each for each in tensors if each.requires_grad]
     last = _loop().backward
     if not leaves and (last.forward or not last.others):

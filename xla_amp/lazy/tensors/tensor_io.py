@@ -49,6 +49,11 @@ def require_here(device: torch.device | None) -> None:
         raise DeviceError(f"device {device} does not exist: a process has one lazy device, '{DEVICE_TYPE}:0'")
 
 
+def is_lazy(value: Any) -> bool:
+    """Whether a value is a tensor of the lazy device."""
+    return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
+
+
 def buffer_of(tensor: torch.Tensor) -> Buffer:
     """The buffer behind a tensor of the lazy device; a storage without a buffer gets one for memory never written.
 

@@ -133,7 +133,7 @@ def _register_reducers() -> None:
 
 
 def _export_to_dlpack(original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(tensor, torch.Tensor) and tensor.device.type == DEVICE_TYPE:
+    if tensor_io.is_lazy(tensor):
         raise DeviceError(
             f"cannot export a tensor on {tensor.device} through DLPack (shape {list(tensor.shape)}): tensors "
             f"of the device {DEVICE_TYPE!r} hold no bytes that other libraries could read. Use tensor.cpu()"
