@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -153,16 +152,3 @@ def sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     extra = x.ndim - len(shape)
     x = jnp.sum(x, axis=tuple(range(extra)))
     return jnp.sum(x, axis=tuple(i for i, n in enumerate(shape) if n == 1 and x.shape[i] != 1), keepdims=True)
-
-
-@contextlib.contextmanager
-def answering(library: Any, answers: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, functions of a kernel's library that ask this machine for its GPU give these answers instead."""
-    before = {name: getattr(library, name) for name in answers}
-    try:
-        for name, answer in answers.items():
-            setattr(library, name, answer)
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(library, name, function)

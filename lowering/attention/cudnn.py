@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_amp.lowering.attention import blocked
-from xla_amp.lowering.attention.attention_call import Attention, AttentionForm, answering
+from xla_amp.lowering.attention.attention_call import Attention, AttentionForm
 from xla_amp.lowering.linalg.contraction import Operand
 from xla_amp.lowering.operand import as_dtype, materialize
 
@@ -161,13 +161,15 @@ def _is_available() -> bool:
 @contextlib.contextmanager
 def traced() -> Iterator[None]:
     """Traces with 32-bit indices, without the mask's gradient, and answers JAX's questions about an absent GPU."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.enable_x64(False))
-        answers: dict[str, Any] = {} if jax.default_backend() == "gpu" else dict(_QUERIES)
-        answers |= _NO_GRADIENT if _skips_gradient() else {}
-        if answers:
-            stack.enter_context(answering(_module(), answers))
-        yield
+    module, answers = _module(), {} if jax.default_backend() == "gpu" else dict(_QUERIES)
+    answers |= _NO_GRADIENT if _skips_gradient() else {}
+    before = {name: getattr(module, name) for name in answers}
+    with jax.enable_x64(False):
+        vars(module).update(answers)
+        try:
+            yield
+        finally:
+            vars(module).update(before)
 
 
 FORM: Final = AttentionForm(
