@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 
@@ -48,6 +49,7 @@ def short(dtype: str) -> str:
     return _LONG.sub(r"\1", dtype)
 
 
+@functools.cache
 def bits(dtype: str) -> int:
     """Bits of one element in memory, by a dtype's name in torch, JAX or MLIR.
 

@@ -76,7 +76,8 @@ def autocast(
     elif max_error is not None:
         raise TargetError(f"autocast(max_error={max_error:g}): an error is measured on sample_inputs; pass some")
     else:
-        found = convert(program, effective, low, keep_io=keep_io)
+        given = any(each is program.module for each in (module, getattr(module, "module", None)))
+        found = convert(program, effective, low, keep_io=keep_io, in_place=not given)  # what was read here is ours
         warn_of_rules(program, effective, found, strict=strict)
         converted = found.converted
     emit_events(converted.report)

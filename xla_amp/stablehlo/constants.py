@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Final
 
@@ -52,9 +53,9 @@ def resource_array(attribute: Any) -> np.ndarray[Any, Any] | None:
             mlir.Operation.create("stablehlo.constant", [attribute.type], attributes={"value": attribute})
         found = _BLOB.search(alone.operation.get_asm(large_elements_limit=None))
     dtype = ir.numpy_dtype(kind.element)
-    if found is None or len(found[1]) != _ALIGNMENT + 2 * dtype.itemsize * ir.elements_of(kind):
+    if found is None or len(found[1]) != _ALIGNMENT + 2 * dtype.itemsize * math.prod(kind.shape):
         return None
-    return np.frombuffer(bytes.fromhex(found[1][_ALIGNMENT:]), dtype).reshape([size or 0 for size in kind.shape])
+    return np.frombuffer(bytes.fromhex(found[1][_ALIGNMENT:]), dtype).reshape(kind.shape)
 
 
 def with_values(module: ir.MlirModule) -> ir.MlirModule:

@@ -289,14 +289,14 @@ def is_private(function: Any) -> bool:
 
 
 class TensorType(NamedTuple):
-    """Shape (None where a dimension is dynamic) and element type as MLIR writes it (``f32``, ``i1``, ``ui32``)."""
+    """Shape (-1 where a dimension is dynamic) and element type as MLIR writes it (``f32``, ``i1``, ``ui32``)."""
 
-    shape: tuple[int | None, ...]
+    shape: tuple[int, ...]
     element: str
 
     def __str__(self) -> str:
         """``f32[8,?]``."""
-        return f"{self.element}[{','.join('?' if size is None else str(size) for size in self.shape)}]"
+        return f"{self.element}[{','.join('?' if size < 0 else str(size) for size in self.shape)}]"
 
 
 def tensor_type(value_type: Any) -> TensorType | None:
@@ -305,7 +305,7 @@ def tensor_type(value_type: Any) -> TensorType | None:
         return None
     shape = value_type.shape
     if not value_type.has_static_shape:
-        shape = [None if value_type.is_dynamic_dim(axis) else size for axis, size in enumerate(shape)]
+        shape = [-1 if value_type.is_dynamic_dim(axis) else size for axis, size in enumerate(shape)]
     return TensorType(tuple(shape), str(value_type.element_type))
 
 
@@ -318,13 +318,7 @@ def element(value: Any) -> str:
 def elements(value: Any) -> int:
     """How many elements a tensor has; sizes that are not known count as 1, and so do other values."""
     kind = tensor_type(value.type)
-    return 1 if kind is None else elements_of(kind)
-
-
-def elements_of(kind: TensorType) -> int:
-    """How many elements a tensor of this type has; sizes that are not known count as 1."""
-    known = kind.shape if None not in kind.shape else [1 if size is None else size for size in kind.shape]
-    return math.prod(known)  # type: ignore[arg-type]
+    return 1 if kind is None else abs(math.prod(kind.shape))
 
 
 def with_element(value_type: Any, element: Any) -> Any:

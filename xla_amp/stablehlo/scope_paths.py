@@ -6,6 +6,7 @@ is called has the path of the call before the paths inside it.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any, Final
@@ -21,11 +22,18 @@ _PARTS: Final = {"while": re.compile(r"^(body|cond)$"), "cond": re.compile(r"^br
 """Segments that JAX writes for loops and branches -> what follows them."""
 
 
-def own_path(operation: Any) -> str | None:
-    """Path in the location of an operation; None if the location has no name."""
-    name = locations.of(operation).name
-    if name is None:
-        return None
+def own_path(operation: Any, location: locations.Location | None = None) -> str | None:
+    """Path in the location of an operation; None if the location has no name.
+
+    `location`: of the operation, where it is known.
+    """
+    name = (location or locations.of(operation)).name
+    return None if name is None else _path(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _path(name: str) -> str:
+    """The path in the name of a location."""
     parts: list[str] = []
     segments = name.split("/")[:-1]
     for index, segment in enumerate(segments):
@@ -56,10 +64,10 @@ class ModulePaths:
         self.seen: set[str] = set()
         """Paths that `of` has returned."""
 
-    def of(self, operation: Any, function: str | None = None) -> str:
-        """Path of an operation in a function; by default in the one that contains it."""
+    def of(self, operation: Any, function: str | None = None, location: locations.Location | None = None) -> str:
+        """Path of an operation in a function, by default in the one that contains it; `location` as for `own_path`."""
         name = function if function is not None else enclosing(operation)
-        path = module_patterns.joined(self._functions.get(name, ""), own_path(operation) or "")
+        path = module_patterns.joined(self._functions.get(name, ""), own_path(operation, location) or "")
         self.seen.add(path)
         return path
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
@@ -10,54 +11,38 @@ from xla_amp.analysis.products import Contraction
 from xla_amp.common import compiling, units
 from xla_amp.stablehlo import ir
 
-_PRECISION: Final = ("algorithm", "precision_config")
-
 
 def short_name(operation: Any) -> str:
     """``stablehlo.dot_general`` -> ``dot_general``."""
     return str(operation.name).removeprefix("stablehlo.")
 
 
-def written(operation: Any) -> str:
-    """Name and attributes of an operation without its precision."""
-    attributes = operation.attributes
-    names = sorted(name for name in attributes if name not in _PRECISION and "." not in name)
-    return " ".join([short_name(operation), *(f"{name}={attributes[name]}" for name in names)])
-
-
 class Ends(NamedTuple):
     """Operands and results of an operation that are tensors."""
 
-    given: tuple[ir.TensorType, ...] = ()
-    made: tuple[ir.TensorType, ...] = ()
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all; a dynamic dimension counts as 1."""
-        return sum(map(size_of, self.given + self.made))
+    given: tuple[tuple[int, ...], ...] = ()
+    """Shapes; -1 for a dynamic size."""
+    made: tuple[tuple[int, ...], ...] = ()
+    bytes: int = 0
+    """Of all; a dynamic dimension counts as 1."""
 
 
 def ends(operation: Any) -> Ends:
     """The operands and results of an operation that are tensors."""
-    return Ends(_types(operation.operands), _types(operation.results))
+    given, made = _types(operation.operands), _types(operation.results)
+    return Ends(tuple(map(_SHAPE, given)), tuple(map(_SHAPE, made)), sum(map(size_of, given + made)))
 
 
-def _types(values: Iterable[Any]) -> tuple[ir.TensorType, ...]:
-    found = []
-    for value in values:
-        if (kind := ir.tensor_type(value.type)) is not None:
-            found.append(kind)
-    return tuple(found)
+def _types(values: Iterable[Any]) -> list[ir.TensorType]:
+    return [kind for value in values if (kind := ir.tensor_type(value.type)) is not None]
 
 
-def shapes(kinds: Iterable[ir.TensorType]) -> tuple[tuple[int, ...], ...]:
-    """The shapes of tensors; -1 for a dynamic size."""
-    return tuple(map(_shape, kinds))
+_SHAPE: Final = operator.attrgetter("shape")
 
 
 def contraction(operation: Any) -> Contraction | None:
     """A product or a convolution as all fronts ask of it; None for other operations."""
-    name, (left, right, *_) = short_name(operation), [*map(_sizes, operation.operands), (), ()]
+    name, (left, right, *_) = short_name(operation), [*map(shape_of, operation.operands), (), ()]
     if name in ("convolution", "dynamic_conv"):
         numbers = ir.dialect().ConvDimensionNumbers(operation.attributes["dimension_numbers"])
         axes = zip(numbers.input_spatial_dimensions, numbers.kernel_spatial_dimensions, strict=True)
@@ -75,7 +60,7 @@ def contraction(operation: Any) -> Contraction | None:
 def flops(operation: Any) -> int | None:
     """Multiplications and additions of a product or convolution; None for others, and where a size is dynamic."""
     found = contraction(operation)
-    return None if found is None else found.flops(_sizes(operation.results[0]))
+    return None if found is None else found.flops(shape_of(operation.results[0]))
 
 
 def quick_options(module: ir.MlirModule) -> dict[str, bool | int]:
@@ -91,13 +76,10 @@ def size(value_type: Any) -> int:
 
 def size_of(kind: ir.TensorType | None) -> int:
     """Bytes of a tensor of this type, as `size`."""
-    return 0 if kind is None else ir.elements_of(kind) * units.bits(kind.element) // 8
+    return 0 if kind is None else abs(math.prod(kind.shape)) * units.bits(kind.element) // 8
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The shape of a tensor, -1 for a dynamic size; empty for other values."""
     kind = ir.tensor_type(value.type)
-    return _shape(kind) if kind else ()
-
-
-def _shape(kind: ir.TensorType) -> tuple[int, ...]:
-    return tuple(-1 if each is None else each for each in kind.shape) if None in kind.shape else kind.shape  # type: ignore[return-value]
+    return kind.shape if kind else ()

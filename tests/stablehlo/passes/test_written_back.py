@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import calls
 import jax
 import jax.numpy as jnp
 import module_runs
@@ -140,6 +141,18 @@ def test_a_product_with_quantized_weights_stays_as_it_is(operation, tmp_path, ca
     (tmp_path / "in.mlir").write_text(HYBRID[operation])
     assert cli.main(["convert", str(tmp_path / "in.mlir"), "-o", str(tmp_path / "out.mlir")]) == 0
     assert "quantized" in capsys.readouterr().out
+
+
+def test_text_is_read_once_and_a_module_stays_as_it_is():
+    text = jax.jit(lambda x, w, b: jnp.tanh(x @ w + b).sum()).lower(E, W, W[0]).as_text()
+    autocast(text)
+    made = calls.of(lambda: autocast(text))
+    assert len(made) <= 900  # of Python functions
+    assert made.count("xla_amp/stablehlo/ir.py:parse") == 1
+    module = ir.parse(text)
+    before = ir.text(module)
+    assert autocast(module).text() == autocast(text).text() != before
+    assert ir.text(module) == before
 
 
 BLOCKS = """func.func @main(%x: tensor<8x8xf32>) -> tensor<8x8xf32> {

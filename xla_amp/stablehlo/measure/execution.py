@@ -54,7 +54,7 @@ def refined(module: ir.MlirModule, arguments: Sequence[Any]) -> ir.MlirModule:
     from jax.extend import mlir as extended
 
     inputs = ir.signature(module).inputs
-    if not any(kind is not None and None in kind.shape for kind in inputs):
+    if not any(kind is not None and -1 in kind.shape for kind in inputs):
         return module
     mlir, copied = ir.mlir(), ir.copy(runnable(module))
     with copied.context, mlir.Location.unknown():

@@ -33,10 +33,9 @@ def random_inputs(module: ir.MlirModule, seed: int = 0) -> list[np.ndarray[Any, 
 
 
 def _random(generator: np.random.Generator, kind: ir.TensorType | None, index: int) -> np.ndarray[Any, Any]:
-    shape = None if kind is None else [size for size in kind.shape if size is not None]
-    if kind is None or shape is None or len(shape) != len(kind.shape):
+    if kind is None or -1 in kind.shape:
         raise ModuleError(f"argument {index} has no fixed shape: random values need one, give an .npz of samples")
-    dtype = ir.numpy_dtype(kind.element)
+    shape, dtype = kind.shape, ir.numpy_dtype(kind.element)
     if kind.element.startswith("complex"):
         return (generator.standard_normal(shape) + 1j * generator.standard_normal(shape)).astype(dtype)
     if kind.element.lstrip("u").startswith("i"):
@@ -102,7 +101,7 @@ def _fitted(array: np.ndarray[Any, Any], kind: ir.TensorType | None, name: str) 
             )
         array = array.view(saved)
     fits = len(array.shape) == len(kind.shape) and all(
-        size is None or size == given for size, given in zip(kind.shape, array.shape, strict=True)
+        size in (-1, given) for size, given in zip(kind.shape, array.shape, strict=True)
     )
     if not fits or _kind(array.dtype) != _kind(dtype):
         raise ModuleError(f"{name}: expected {kind}, the sample is {array.dtype}{list(array.shape)}")

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from typing import Any
 
 from xla_amp.analysis import beside_low
-from xla_amp.analysis.beside_low import Axes, Shape
+from xla_amp.analysis.beside_low import Axes
 from xla_amp.analysis.value_graph import settled
-from xla_amp.stablehlo import ir, sizes
+from xla_amp.stablehlo import sizes
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, CastNode
 
 
@@ -27,7 +26,7 @@ def biases(graph: CastGraph) -> set[tuple[int, int]]:
     for number, node in enumerate(graph.nodes):
         if node.adds:
             for one, other in (node.operands, reversed(node.operands)):
-                shapes = _shape(one.value), _shape(other.value)
+                shapes = sizes.shape_of(one.value), sizes.shape_of(other.value)
                 if beside_low.is_bias(given.get(one.slot, ()), shapes[0], products.get(other.slot, ()), shapes[1]):
                     found.add((number, one.slot))
     return found
@@ -59,13 +58,13 @@ def _followed(
         for slot in node.outputs if axes else ():
             if found.get(slot) != axes:
                 found[slot] = axes
-                todo.extend(user for user in graph.users[slot] if user in inside)
+                todo += [user for user in graph.users[slot] if user in inside]
     return found
 
 
 def _as_weight(node: CastNode, known: dict[int, Axes]) -> Axes:
     if not node.inputs:
-        return (frozenset(range(len(_shape(node.writes[0])))),)
+        return (frozenset(range(len(sizes.shape_of(node.writes[0])))),)
     if node.index is not None:  # a value that is passed on from several places varies as each of them
         axes = [known[slot][0] for slot in node.inputs if known.get(slot)]
         return (frozenset[int]().union(*axes),) if axes else ()
@@ -92,13 +91,8 @@ def _moved(node: CastNode, known: dict[int, Axes], *, weight: bool) -> Axes:
     if not axes or not node.writes:
         return ()
     order, places = (list(attributes[name]) if name in attributes else None for name in ("permutation", _PLACES))
-    before, after = _shape(node.operands[0].value), _shape(node.writes[0])
+    before, after = sizes.shape_of(node.operands[0].value), sizes.shape_of(node.writes[0])
     return beside_low.axes_after(axes, before, after, order=order, places=places, weight=weight)
 
 
 _PLACES = "broadcast_dimensions"
-
-
-def _shape(value: Any) -> Shape:
-    kind = ir.tensor_type(value.type)
-    return () if kind is None else kind.shape

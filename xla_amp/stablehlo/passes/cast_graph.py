@@ -28,11 +28,15 @@ class CastNode:
 
     __slots__ = (
         "adds", "boundary", "colour", "exact", "function", "in_loop", "in_opaque", "index", "inputs", "inside",
-        "keep_reason", "low", "narrows", "of_first", "op_class", "opaque", "operands", "operation",
+        "keep_reason", "low", "narrows", "number", "of_first", "op_class", "opaque", "operands", "operation",
         "outputs", "passes_on", "scales", "structure", "sums_few", "upstream", "why", "writes",
     )  # fmt: skip
 
-    def __init__(self, op_class: OpClass | None, operation: Any, function: str, index: int | None = None) -> None:
+    def __init__(
+        self, number: int, op_class: OpClass | None, operation: Any, function: str, index: int | None = None
+    ) -> None:
+        self.number = number
+        """Of the node among those of the graph."""
         self.op_class = op_class
         self.operation = operation
         self.function = function
@@ -114,7 +118,6 @@ class CastGraph:
         self.slot_of: dict[Any, int] = {}
         self._leaders = composite_marks.leaders(module) if classifier.composites else {}
         self._classes = {each: classifier.classify(each) for each in ir.operations(module.operation)}
-        self._index: dict[CastNode, int] = {}
         self._kinds: dict[Any, str] = {}
         self._functions: dict[str, _Function] = {}
         self._module = module
@@ -182,24 +185,19 @@ class CastGraph:
 
     # Nodes and slots.
 
-    def number(self, node: CastNode) -> int:
-        """The number of a node among `nodes`."""
-        return self._index[node]
-
-    def _add(self, node: CastNode) -> CastNode:
-        self._index[node] = len(self.nodes)
-        self.nodes.append(node)
-        return node
+    def _node(self, op_class: OpClass | None, operation: Any, index: int | None = None) -> CastNode:
+        self.nodes.append(CastNode(len(self.nodes), op_class, operation, self._name, index))
+        return self.nodes[-1]
 
     def _slot(self, node: CastNode) -> int:
         slot = len(self.producer)
-        self.producer.append(self._index[node])
+        self.producer.append(node.number)
         self.users.append([])
         node.outputs.append(slot)
         return slot
 
     def _join(self, operation: Any, op_class: OpClass | None, index: int, values: Iterable[Any]) -> CastNode:
-        node = self._add(CastNode(op_class, operation, self._name, index))
+        node = self._node(op_class, operation, index)
         node.colour = "clear"
         slot = self._slot(node)
         for value in values:
@@ -212,9 +210,8 @@ class CastGraph:
         node.operands.append(OpOperand(operation, index, value, slot))
         node.inputs.append(slot)
         users = self.users[slot]
-        number = self._index[node]
-        if not users or users[-1] != number:
-            users.append(number)
+        if not users or users[-1] != node.number:
+            users.append(node.number)
 
     def kind(self, value: Any) -> str:
         """``wide`` for float32 tensors, ``low`` for tensors of the low dtype, otherwise empty."""
@@ -257,11 +254,11 @@ class CastGraph:
 
     def _leave(self, operation: Any, op_class: OpClass, leaders: list[Any]) -> None:
         # The edge of a group in float32 whose result is rounded if `leaders`, which enter the group, are low.
-        node = self._add(CastNode(op_class, operation, self._name))
+        node = self._node(op_class, operation)
         node.inside = True
         for value in leaders:
             node.inputs.append(self.slot_of[value])
-            self.users[self.slot_of[value]].append(self._index[node])
+            self.users[self.slot_of[value]].append(node.number)
         self.slot_of[operation.results[0]] = self._slot(node)
         node.writes.append(operation.results[0])
 
@@ -275,7 +272,7 @@ class CastGraph:
         writes = [value for value in operation.results if self.kind(value) == "wide"]
         if not reads and not writes:
             return None
-        node = self._add(CastNode(op_class, operation, self._name))
+        node = self._node(op_class, operation)
         for index, value in reads:
             self._read(node, operation, index, value)
         for value in writes:

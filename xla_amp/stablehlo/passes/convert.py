@@ -44,13 +44,14 @@ def convert(
     keep_io: bool,
     keep: Mapping[int, str] = MappingProxyType({}),
     look: Callable[[list[CastNode]], None] | None = None,
+    in_place: bool = False,
 ) -> Conversion:
-    """Converts a copy of `program`.
+    """Converts a copy of `program`, or `in_place` itself.
 
     `keep`: number of a node -> why it must stay float32.  `look` gets the nodes before the program is changed.
     """
     progress.tell("converting")
-    copied = ir.copy(program.module)
+    copied = program.module if in_place else ir.copy(program.module)
     before = ir.bytecode(copied)
     if not ir.functions(copied):
         raise ModuleError("autocast() expects a module with functions (func.func), got one without; nothing to convert")
@@ -67,7 +68,7 @@ def convert(
         propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=keep)
         if look is not None:
             look(graph.nodes)
-        decided = tuple(decisions(propagation, policy.name, low, copies, paths))
+        decided = decisions(propagation, policy.name, low, copies, paths)
         acted = _effects(graph)
         rewriter = Rewriter(graph, propagation, array_dtype)
         rewriter.run()

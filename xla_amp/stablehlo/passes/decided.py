@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from xla_amp.common.types import LowDtype
 from xla_amp.stablehlo import ir, locations, sizes
@@ -14,40 +14,42 @@ from xla_amp.stablehlo.scope_paths import ModulePaths
 
 def decisions(
     propagation: Propagation, policy: str, low: LowDtype, copies: Mapping[str, str], paths: ModulePaths
-) -> Iterable[OperationDecision]:
+) -> tuple[OperationDecision, ...]:
     """The decisions of `propagation`; call it before the module changes.
 
     `copies`: name of a cloned function -> name of the original.
     """
+    found = []
     for node in propagation.nodes:
         if node.op_class is None and not node.boundary:
             continue  # argument or result of a called function: reported with the callers' operations
-        if node.structure == "constant" or node.in_opaque:
-            continue
-        function = copies.get(node.function, node.function)
-        yield _decision(propagation, node, policy, low, function, paths.of(node.operation, node.function))
+        if node.structure != "constant" and not node.in_opaque:
+            function = copies.get(node.function, node.function)
+            found.append(_decision(propagation, node, policy, low, function, paths))
+    return tuple(found)
 
 
 def _decision(
-    propagation: Propagation, node: CastNode, policy: str, low: LowDtype, function: str, path: str
+    propagation: Propagation, node: CastNode, policy: str, low: LowDtype, function: str, paths: ModulePaths
 ) -> OperationDecision:
-    op_class = node.op_class
+    op_class, location = node.op_class, locations.of(node.operation)
     decision = op_class.decision if op_class else None
     name = op_class.name if op_class else ("argument" if node.writes else "result")
-    gives = [propagation.is_low(slot) for slot in node.outputs] or [node.low]
+    gives_low = node.low and propagation.wide.isdisjoint(node.outputs[:1] if node.inside else node.outputs)
     why = node.why or "the signature is kept"
     after: str = low if node.low and not node.of_first else "float32"
-    kept, overruled = _kept(node, low), bool(node.keep_reason) and node.colour == "allow"
+    kept = _kept(node, low) if node.structure == "contraction" else ()
+    overruled = bool(node.keep_reason) and node.colour == "allow"
     ends = sizes.Ends() if node.index is not None else sizes.ends(node.operation)
     return OperationDecision(
         operation=name if node.index is None else f"{name}#{node.index}",
         function=function,
-        module=path,
-        location=locations.of(node.operation).text,
+        module=paths.of(node.operation, node.function, location),
+        location=location.text,
         colour=node.colour,
         given=kept or ("float32",),
         used=kept or (after,),
-        result=(low if (gives[0] if node.inside else all(gives)) else "float32",),
+        result=(low if gives_low else "float32",),
         why=why,
         cast=decision.cast if decision and not overruled else "keep",
         layer=decision.layer if decision else "builtin",
@@ -56,8 +58,8 @@ def _decision(
         product=node.structure == "contraction",
         aten=decision.operation if decision else "",
         origin=decision.origin if decision and not overruled else "",
-        shapes=sizes.shapes(ends.given),
-        result_shapes=sizes.shapes(ends.made),
+        shapes=ends.given,
+        result_shapes=ends.made,
         flops=sizes.flops(node.operation) if node.structure == "contraction" else None,
         bytes=ends.bytes,
     )
@@ -65,8 +67,6 @@ def _decision(
 
 def _kept(node: CastNode, low: LowDtype) -> tuple[str, ...]:
     """dtypes of a product's operands if the pass casts none of them: neither float32 nor the low dtype; else empty."""
-    if node.structure != "contraction":
-        return ()
     kinds = [ir.tensor_type(operand.type) for operand in list(node.operation.operands)[:2]]
     names = tuple(dict.fromkeys(ir.dtype_name(kind.element) for kind in kinds if kind))
     return () if {"float32", low} & {*names} else names

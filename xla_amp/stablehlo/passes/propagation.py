@@ -132,7 +132,7 @@ class Propagation:
             node = self.nodes[unread.popleft()]
             if not node.outputs or node.boundary or node.outputs[0] in self.constant:
                 continue
-            slots = {slot for slot in node.inputs if slot not in node.outputs}
+            slots = set(node.inputs).difference(node.outputs)
             if node.structure == "constant":
                 values = constants.array_of(node.operation.attributes["value"])
                 node.keep_reason = node.keep_reason or self.range.problem(values)
@@ -140,7 +140,7 @@ class Propagation:
                 if values is not None and (values.size < 2 or np.ptp(values) == 0):
                     number = float(np.abs(values.flat[0])) if values.size else 0.0
                     self.magnitudes[node.outputs[0]] = number if np.isfinite(number) else 0.0
-            elif slots and node.colour == "clear" and all(slot in self.constant for slot in slots):
+            elif slots and node.colour == "clear" and self.constant.keys() >= slots:
                 found = {self.magnitudes[slot] for slot in slots if slot in self.magnitudes}
                 self.constant.update(dict.fromkeys(node.outputs, all(self.constant[slot] for slot in slots)))
                 if node.moves and len(found) == 1 and self.magnitudes.keys() >= slots:
@@ -193,7 +193,7 @@ class Propagation:
     # Phase 2.
 
     def _running_sums(self) -> None:
-        if all(node.index is None or node.boundary or node.in_opaque for node in self.nodes):
+        if not [node for node in self.nodes if not (node.index is None or node.boundary or node.in_opaque)]:
             return  # no value comes back to where it was made
         graph, low = self.graph, {number for number, node in enumerate(self.nodes) if node.colour == "allow"}
         others = set(range(len(self.nodes))) - low
@@ -208,23 +208,20 @@ class Propagation:
     # Phase 3.
 
     def _exact_reads(self, allowed: list[int]) -> None:
-        passing: dict[int, list[int]] = {}
+        passing: list[list[int]] = [[] for _ in self.producer]
         read: list[int] = []
         for node in self.nodes:
-            if self._passes(node):
-                passing.update(dict.fromkeys(node.outputs, node.inputs))
+            rounds = node.exact or node.narrows or node.colour != "clear"
+            # What rounds nothing lets its users decide whether its operands may be rounded.
+            if not rounds and (self.keep_io or not node.boundary):
+                for slot in node.outputs:
+                    passing[slot] = node.inputs
             elif not node.exact:
                 read += node.inputs
-        rounded = reached(read, lambda slot: passing.get(slot, ()))
+        rounded = reached(read, passing.__getitem__)
         for number in allowed:
             if self.nodes[number].structure == "contraction":
                 self.wide.update(slot for slot in self.nodes[number].outputs if slot not in rounded)
-
-    def _passes(self, node: CastNode) -> bool:
-        """Whether a node rounds nothing, so that its users decide whether its operands may be rounded."""
-        if node.exact or node.narrows or node.colour != "clear":
-            return False
-        return self.keep_io or not node.boundary
 
     # Phases 4 and 7.
 
@@ -247,7 +244,7 @@ class Propagation:
             return False
         if source in chosen or self.is_low(slot) or slot in self.graph.exact:
             return True
-        if node.colour == "infer" and (self.graph.number(node), slot) in self._biases:
+        if node.colour == "infer" and (node.number, slot) in self._biases:
             return True
         if slot not in self.constant or self.nodes[source].keep_reason:
             return False
