@@ -43,9 +43,14 @@ def dtype_of(value: Any) -> Any:
     return getattr(value, "dtype", None)
 
 
-def is_castable(dtype: Any) -> bool:
-    """Whether autocast changes this dtype."""
-    return dtype in _CASTABLE
+is_castable: Final = _CASTABLE.__contains__
+"""Whether autocast changes a dtype."""
+
+
+def castable_dtype(value: Any) -> Any:
+    """dtype of a value if autocast changes it; otherwise None."""
+    dtype = dtype_of(value)
+    return dtype if is_castable(dtype) else None
 
 
 @functools.lru_cache(maxsize=8192)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import jax
 import numpy as np
 
+from xla_amp.analysis.products import Contraction
 from xla_amp.common import events
 from xla_amp.common.types import Cast
 from xla_amp.jax import compat, rebind
@@ -29,6 +31,7 @@ from xla_amp.jax.decisions import (
     LOW_CASTS,
     Settings,
     ban_error,
+    castable_dtype,
     decide,
     dtype_of,
     emit_decision,
@@ -70,6 +73,8 @@ class Interpreter:
         saves: bool = True,
     ) -> None:
         self.settings = settings
+        self.policy = settings.current_policy()
+        """That of the settings, with the overrides that are open: asked for again with each program."""
         self.rules = rules
         self.casts = CastCache(settings.low)
         self.backward = backward
@@ -92,7 +97,7 @@ class Interpreter:
 
         `f32_outputs`: which results stay float32 if a contraction computes them; None for all.
         """
-        jaxpr = closed.jaxpr
+        jaxpr, self.policy = closed.jaxpr, self.settings.current_policy()
         environment: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
         environment.update(zip(jaxpr.constvars, map(outside, closed.consts), strict=True))
         gradients = gradient_outputs(jaxpr, self.backward, f32_outputs)
@@ -103,7 +108,7 @@ class Interpreter:
         if self.settings.residual == "low" and not as_written:
             self.streams = residual_additions(jaxpr)
 
-        found = [] if as_written else composite_runs.runs(jaxpr, self.settings.current_policy())
+        found = [] if as_written else composite_runs.runs(jaxpr, self.policy)
         decided: set[int] = set()
         for run in found:
             if self._composite_decision(jaxpr.eqns[run.start], run.operation).of_whole:
@@ -112,7 +117,7 @@ class Interpreter:
         saves = self.saves and not as_written
         places = float32_regions.Candidates({}, {}, {}, {})
         if saves:
-            places = float32_regions.candidates(jaxpr, self.settings.current_policy())
+            places = float32_regions.candidates(jaxpr, self.policy)
         pending: collections.deque[int | float32_regions.Float32Region] = collections.deque(range(len(jaxpr.eqns)))
         while pending:
             index = pending.popleft()
@@ -132,12 +137,9 @@ class Interpreter:
                     # What does not depend on the region comes first.
                     pending.extendleft([region, *(n for n in reversed(numbers) if n not in region.members)])
                     continue
-            eqn = jaxpr.eqns[index]
-            flags = tuple(var in wide for var in eqn.outvars)
-            operands = [_read(environment, atom) for atom in eqn.invars]
-            with compat.equation_context(eqn):
-                outs = self.process(eqn, operands, f32_outputs=flags, after_gradients=index in optimizer)
-            environment.update(zip(eqn.outvars, outs, strict=True))
+            flags = tuple(map(wide.__contains__, jaxpr.eqns[index].outvars))
+            process = functools.partial(self.process, f32_outputs=flags, after_gradients=index in optimizer)
+            rebind.run((jaxpr.eqns[index],), environment, process, _read)
         return [_read(environment, atom) for atom in jaxpr.outvars]
 
     def _find_region(
@@ -218,12 +220,11 @@ class Interpreter:
             value.facts if is_array else float32_regions.constant_key(value.array)
             for value, is_array in zip(values, arrays, strict=True)
         )
-        policy = self.settings.current_policy()
-        scopes = (self.scopes, *map(compat.scopes, eqns)) if policy.by_module else ()
+        scopes = (self.scopes, *map(compat.scopes, eqns)) if self.policy.by_module else ()
         streams = [not self.streams.isdisjoint(eqn.outvars) for eqn in eqns]
         key = (
             self.settings,
-            policy,
+            self.policy,
             scopes,
             tuple(avals),
             known,
@@ -239,10 +240,10 @@ class Interpreter:
 
     def path(self, eqn: Any) -> str | None:
         """Path of the module of an equation, if the policy has rules for modules."""
-        return ".".join((*self.scopes, *compat.scopes(eqn))) if self.settings.current_policy().by_module else None
+        return ".".join((*self.scopes, *compat.scopes(eqn))) if self.policy.by_module else None
 
     def _composite_decision(self, eqn: Any, operation: str) -> Decision:
-        return self.settings.current_policy().decision(operation, self.path(eqn), op_catalog.same_as(operation)[1:])
+        return self.policy.decision(operation, self.path(eqn), op_catalog.same_as(operation)[1:])
 
     def _eval_composite(
         self, jaxpr: Any, run: composite_runs.Run, environment: dict[Any, Any], gradients: frozenset[Any]
@@ -255,11 +256,10 @@ class Interpreter:
         decision = self._composite_decision(first, run.operation)
         if decision.cast == "ban":
             raise ban_error(run.operation, decision)
-        policy = self.settings.current_policy()
-        effects.note(policy.reaching(run.operation, self.path(first), op_catalog.same_as(run.operation)[1:]))
+        effects.note(self.policy.reaching(run.operation, self.path(first), op_catalog.same_as(run.operation)[1:]))
         reads, leaving = composite_runs.outside(jaxpr, run)
         given = [environment[var].array for var in reads]
-        dtypes = tuple(dtype_of(value) if is_castable(dtype_of(value)) else None for value in given)
+        dtypes = tuple(map(castable_dtype, given))
         if decision.cast == "fp32_inside":
             main = max(range(len(given)), key=lambda i: (dtypes[i] is not None, compat.size(given[i])), default=0)
             dtypes = (*dtypes[main : main + 1], *dtypes)
@@ -286,7 +286,7 @@ class Interpreter:
             shown = [
                 value if to is None else jax.ShapeDtypeStruct((), to) for value, to in zip(given, used, strict=True)
             ]
-            emit_decision(policy, run.operation, decision, given, shown, outs, where(self.outer, first))
+            emit_decision(self.policy, run.operation, decision, given, shown, outs, where(self.outer, first))
 
     def process(
         self, eqn: Any, operands: list[Value], *, f32_outputs: FloatResults = None, after_gradients: bool = False
@@ -299,7 +299,6 @@ class Interpreter:
         primitive, params = eqn.primitive, eqn.params
         if any(map(compat.is_region_scope, compat.name_stack(eqn))):
             return list(map(inside, compat.bind(primitive, self.cast_to_avals(operands, avals_of(eqn)), params)))
-        policy = self.settings.current_policy()
         row = info(primitive.name)
         if row.adds_devices and compat.low_sums_crash():
             operands = [Value(self.casts.cast(value, F32), value.facts) for value in operands]
@@ -314,7 +313,7 @@ class Interpreter:
             product = described(primitive, params, avals[0], avals[1])
             kept = kept or self._kept(operands, eqn, after_gradients)
         path = self.path(eqn)
-        decision, reached = decide(policy, name_of(eqn), product.aten if product else "", path)
+        decision, reached = decide(self.policy, name_of(eqn), product.aten if product else "", path)
         if product and product.sums_few and not kept and not decision.from_user:
             kept = FEW_SUMMED
         told = ""
@@ -327,9 +326,9 @@ class Interpreter:
         if decision.rule is None and kind in (None, "clear"):
             decision = self._unruled(row, decision, operands, weak, avals)
         results: list[Value] | None = None
-        if kind == "contraction" and decision.cast in ("low", "low_fp32_out") and not kept:
+        if product and decision.cast in ("low", "low_fp32_out") and not kept:
             wide = decision.cast == "low_fp32_out" or any(f32_outputs or ())
-            used, result = self._contract(eqn, operands, wide)
+            used, result = self._contract(eqn, operands, avals, product, wide)
             outs, results = [result.array], [result]
         elif self.settings.as_written:
             used = self.cast_to_avals(operands, avals)
@@ -343,7 +342,7 @@ class Interpreter:
             low = self.settings.low
             if not self.streams.isdisjoint(eqn.outvars) and low in map(dtype_of, arrays_of(operands)):
                 operands, told = [inside(self.casts.cast(value, low)) for value in operands], _RESIDUAL
-            used, params = self._cast(kind, decision, operands, weak, eqn)
+            used, params = self._cast(row, decision, operands, weak, eqn)
             if not self.backward and float32_regions.reads_again(eqn) and dtype_of(used[0]) == low:
                 read = [self.casts.cast(operands[0], F32), *used[1:]]  # gradients of one element add up in float32
                 outs = [cast(out, low) for out in compat.bind(primitive, read, params)]
@@ -360,14 +359,14 @@ class Interpreter:
             given = arrays_of(operands)
             cost = product.flops(np.shape(outs[0])) if product else None
             place = where(self.outer, eqn)
-            emit_decision(policy, primitive.name, decision, given, used, outs, place, kept, cost, told)
+            emit_decision(self.policy, primitive.name, decision, given, used, outs, place, kept, cost, told)
         return list(map(inside, outs)) if results is None else results
 
     def _unruled(
         self, row: PrimitiveInfo, decision: Decision, operands: list[Value], weak: Sequence[bool], avals: Sequence[Any]
     ) -> Decision:
         """The decision for a primitive without a rule, by what it reads: a number is never rounded."""
-        if any(dtype_of(aval) in LOW for aval in avals):
+        if not LOW.isdisjoint(map(dtype_of, avals)):
             return decision._replace(cast="promote")  # as it was written
         if decision.cast == "fp32":
             scaled = any(self.casts.scales(operands[index]) for index in row.scaled_by)
@@ -407,8 +406,10 @@ class Interpreter:
             return dataclasses.replace(result, facts=result.facts._replace(widened=str(given)))
         return result
 
-    def _contract(self, eqn: Any, operands: list[Value], f32_output: bool) -> tuple[list[Any], Value]:
-        low, primitive, params, avals = self.settings.low, eqn.primitive, eqn.params, avals_of(eqn)
+    def _contract(
+        self, eqn: Any, operands: list[Value], avals: Sequence[Any], product: Contraction, f32_output: bool
+    ) -> tuple[list[Any], Value]:
+        low, primitive, params = self.settings.low, eqn.primitive, eqn.params
         masters = [value.array if value.is_weight() else None for value in operands[:2]]
         given = arrays_of(operands)
         # The contraction itself rounds float32 operands; a copy is for its derivative and for the next reader.
@@ -417,22 +418,21 @@ class Interpreter:
         if not runs_now:
             used = [v.array if dtype_of(v.array) == low else self.casts.low_copy(v) for v in operands[:2]]
         # The user asked for a float32 result if the program contracts operands that are low without autocast.
-        requested = params.get("preferred_element_type") == F32 and all(dtype_of(aval) != F32 for aval in avals[:2])
+        requested = params.get("preferred_element_type") == F32 and F32 not in map(dtype_of, avals[:2])
         values = [*used, *given[2:]]
         out = F32 if f32_output or requested else low
         passed = (None, None) if runs_now else (masters[0], masters[1])
         result = contract_low(primitive, values, passed, params, low=low, out=out)
         if out != low:
             return values, Value(result)
-        axes = described(primitive, params, used[0], used[1]).axes((masters[0] is not None, masters[1] is not None))
-        return values, Value(result, Facts(axes=axes))
+        return values, Value(result, Facts(axes=product.axes((masters[0] is not None, masters[1] is not None))))
 
     def _inside(
         self, decision: Decision, operands: list[Value], eqn: Any, weak: Sequence[bool]
     ) -> tuple[list[Any], list[Any]]:
         """A primitive in float32, with a result in the dtype of its first operand that is no number."""
         arrays = arrays_of(operands)
-        dtypes = [dtype_of(value) if is_castable(dtype_of(value)) else None for value in arrays]
+        dtypes = list(map(castable_dtype, arrays))
         numbers = [self.casts.adopts_dtype(v, each) for v, each in zip(operands, weak, strict=True)]
         carried = [dtype for dtype, number in zip(dtypes, numbers, strict=True) if dtype is not None and not number]
         of = tuple(carried or filter(None, dtypes))
@@ -446,14 +446,13 @@ class Interpreter:
         return used, compute(*arrays) if result in (None, F32) else _recomputed(compute, arrays)
 
     def _cast(
-        self, kind: str | None, decision: Decision, operands: list[Value], weak: Sequence[bool], eqn: Any
+        self, row: PrimitiveInfo, decision: Decision, operands: list[Value], weak: Sequence[bool], eqn: Any
     ) -> tuple[list[Any], dict[str, Any]]:
-        params = eqn.params
+        kind, params = row.kind, eqn.params
         if kind == "fixed_dtype" or (kind is None and compat.sub_jaxprs(params)):
             return self.cast_to_avals(operands, avals_of(eqn)), params
         if kind == "conversion" or (kind == "data_movement" and not decision.from_user):
             return arrays_of(operands), params
-        row = info(eqn.primitive.name)
         if kind == "independent" and decision.cast in ("keep", "promote"):
             used = arrays_of(operands)
         else:

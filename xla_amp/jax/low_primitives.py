@@ -237,15 +237,15 @@ def _as_matrices(product: Any, left: jax.Array, right: jax.Array, dimension_numb
     return result.reshape(*left.shape[: len(lead)], *left_free, *right_free)
 
 
-def _matrix(x: jax.Array, contracted: Sequence[int], batch: Sequence[int]) -> tuple[jax.Array, Any, tuple[int, ...]]:
+def _matrix(x: jax.Array, contracted: Sequence[int], batch: Sequence[int]) -> tuple[jax.Array, Any, list[int]]:
     """`x` with batch axes first and free and contracted axes merged to one each; contracted axis; free extents."""
     free = [axis for axis in range(x.ndim) if axis not in contracted and axis not in batch]
-    extents = tuple(x.shape[axis] for axis in free)
     first, second = (free, contracted) if not contracted or (free and free[0] < min(contracted)) else (contracted, free)
     moved = lax.transpose(x, (*batch, *first, *second))
-    sizes = [math.prod(x.shape[axis] for axis in group) for group in (first, second)]
-    axis_contracted = len(batch) + (1 if second is contracted else 0)
-    return moved.reshape(*(x.shape[axis] for axis in batch), *sizes), (axis_contracted,), extents
+    lead, middle = len(batch), len(batch) + len(first)
+    sizes = [math.prod(moved.shape[lead:middle]), math.prod(moved.shape[middle:])]
+    axis_contracted = lead + (1 if second is contracted else 0)
+    return moved.reshape(*moved.shape[:lead], *sizes), (axis_contracted,), [x.shape[axis] for axis in free]
 
 
 def _jvp(primitive: Any, primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ default, for a primitive without a row: what it computes, it computes in float32
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -283,6 +284,7 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
 NO_ROW: Final = PrimitiveInfo(None, "")
 
 
+@functools.cache
 def info(primitive: str) -> PrimitiveInfo:
     """The row of a primitive, by its name; a row without anything for one that has none."""
     return PRIMITIVES.get(primitive, NO_ROW)

@@ -22,7 +22,7 @@ from jax import lax
 from xla_amp.analysis import beside_low
 from xla_amp.common.types import Cast
 from xla_amp.jax import compat
-from xla_amp.jax.decisions import F32, dtype_of, is_castable
+from xla_amp.jax.decisions import F32, castable_dtype, dtype_of, is_castable
 from xla_amp.jax.low_primitives import low_copy
 from xla_amp.jax.primitives import NO_ROW, PrimitiveInfo, info
 from xla_amp.policy.cast_dtypes import cast_dtypes
@@ -141,7 +141,8 @@ class CastCache:
         if result is source.array:  # JAX returns the operand of a no-op
             return source
         known, row = source.facts, info(primitive.name)
-        order, places = (params[name] if name else None for name in (row.axis_order, row.axis_places))
+        order = params[row.axis_order] if row.axis_order else None
+        places = params[row.axis_places] if row.axis_places else None
         axes = beside_low.axes_after(
             known.axes, np.shape(source.array), np.shape(result), order=order, places=places, weight=known.weight
         )
@@ -210,7 +211,7 @@ class CastCache:
             row: of the primitive.
             from_user: whether a rule of the user gives the cast: then a bias is an array like others.
         """
-        given = tuple(dtype_of(v.array) if is_castable(dtype_of(v.array)) else None for v in values)
+        given = tuple(map(castable_dtype, arrays_of(values)))
         if cast in ("keep", "promote") and len({dtype for dtype in given if dtype is not None}) < 2:
             return arrays_of(values)
         pairs = zip(values, reversed(values), strict=True)

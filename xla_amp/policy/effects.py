@@ -124,8 +124,8 @@ def remembered(
     """
     if listens := bool(events.decided.listeners):
         key = key, place
-    if key in cache and not (listens and place is None):
-        found = cache[key]
+    found = cache.get(key)
+    if found is not None and not (listens and place is None):
         _thread.open[-1].merge(found.effects)
         for record in found.decisions if listens else ():
             events.decided(record)

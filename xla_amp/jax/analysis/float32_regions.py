@@ -77,8 +77,8 @@ def candidates(jaxpr: Any, policy: Policy) -> Candidates:
         later |= node.reads if passes else frozenset()
     readers: dict[Any, set[int]] = {}
     if stops:
-        of_caller = frozenset(compat.variables(jaxpr.outvars))
-        for number, read in [(-1, of_caller), *((n, node.reads) for n, node in enumerate(nodes(jaxpr)))]:
+        reads = [node.reads for node in nodes(jaxpr)]
+        for number, read in enumerate((frozenset(compat.variables(jaxpr.outvars)), *reads), -1):
             for variable in read:
                 readers.setdefault(variable, set()).add(number)
     return Candidates(stops, shared, readers, computing)
@@ -91,7 +91,9 @@ def _is_cheap(node: Node) -> bool:
         return bool(np.issubdtype(node.eqn.invars[0].aval.dtype, np.integer))
     if node.row.indexed_by:  # a float32 gradient of an array of which few elements are read would be large
         return reads_again(node.eqn)
-    return all(map(_all_cheap, node.inside)) if _is_call(node) else _is_cheap_primitive(node.eqn.primitive.name)
+    if node.row.kind in _CALLS:
+        return all(map(_all_cheap, node.inside))
+    return _is_cheap_primitive(node.eqn.primitive.name)
 
 
 @per_jaxpr
@@ -110,7 +112,7 @@ def reads_again(eqn: Any) -> bool:
 
 def _adds_gradients(node: Node) -> bool:
     """Whether the derivative of an equation adds up gradients of one element."""
-    return any(map(_any_adds_gradients, node.inside)) if _is_call(node) else reads_again(node.eqn)
+    return any(map(_any_adds_gradients, node.inside)) if node.row.kind in _CALLS else reads_again(node.eqn)
 
 
 @per_jaxpr
@@ -119,8 +121,7 @@ def _any_adds_gradients(jaxpr: Any) -> bool:
     return len(read) > len(set(read)) or any(map(_adds_gradients, nodes(jaxpr)))
 
 
-def _is_call(node: Node) -> bool:
-    return node.row.kind in ("call", "custom_jvp")
+_CALLS: Final = ("call", "custom_jvp")
 
 
 @functools.cache
@@ -134,7 +135,7 @@ def _is_cheap_primitive(name: str) -> bool:
 
 def _widens(node: Node, policy: Policy) -> bool:
     """Whether an equation, or one in it, is computed in float32 from values that may be low."""
-    if _is_call(node):
+    if node.row.kind in _CALLS:
         return any(_any_widens(jaxpr, policy) for jaxpr in node.inside)
     if not any(map(_is_float, node.eqn.outvars)):
         return False
@@ -315,8 +316,8 @@ def _computes_low(jaxpr: Any) -> bool:
 
 def is_float32(jaxpr: Any, region: Float32Region) -> bool:
     """Whether the program was written with no low value in a region."""
-    atoms = (atom for number in region.members for atom in (*jaxpr.eqns[number].invars, *jaxpr.eqns[number].outvars))
-    return all(dtype_of(atom.aval) not in LOW for atom in atoms)
+    eqns = [jaxpr.eqns[number] for number in region.members]
+    return LOW.isdisjoint([dtype_of(atom.aval) for eqn in eqns for atom in (*eqn.invars, *eqn.outvars)])
 
 
 def _is_float(atom: Any) -> bool:

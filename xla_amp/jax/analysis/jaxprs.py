@@ -27,9 +27,10 @@ def per_jaxpr(function: Callable[[Any, Unpack[_Rest]], _T]) -> Callable[[Any, Un
     @functools.wraps(function)
     def remembered(jaxpr: Any, *rest: *_Rest) -> _T:
         of_jaxpr = results.setdefault(jaxpr, {})
-        if rest not in of_jaxpr:
-            of_jaxpr[rest] = function(jaxpr, *rest)
-        return of_jaxpr[rest]
+        found = of_jaxpr.get(rest)
+        if found is None:
+            found = of_jaxpr[rest] = function(jaxpr, *rest)
+        return found
 
     return remembered
 

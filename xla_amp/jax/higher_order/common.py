@@ -60,7 +60,7 @@ def retrace(
     )
     key = (
         interpreter.settings,
-        interpreter.settings.current_policy(),
+        interpreter.policy,
         interpreter.backward,
         interpreter.saves,
         interpreter.scopes,
@@ -99,7 +99,7 @@ def low_copies(
     """
     settings, casts = call.interpreter.settings, call.interpreter.casts
     found: dict[int, Any] = {}
-    contracted = contracted_arguments(jaxpr, settings.current_policy())
+    contracted = contracted_arguments(jaxpr, call.interpreter.policy)
     for index, (value, used) in enumerate(zip(values, contracted, strict=False)):
         if used and value.is_weight() and value.has_low_copy():
             found[index] = casts.low_copy(value)

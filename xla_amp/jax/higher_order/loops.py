@@ -58,7 +58,7 @@ def _why_as_written(call: HigherOrderCall) -> str:
     around, settings = call.interpreter, call.interpreter.settings
     if settings.as_written:
         return settings.as_written
-    policy, path = settings.current_policy(), around.path(call.eqn)
+    policy, path = around.policy, around.path(call.eqn)
     effects.note(policy.reaching(op_catalog.WHILE_LOOP, path), "", path)
     decision = policy.decision(op_catalog.WHILE_LOOP, path)
     if decision.from_user:
