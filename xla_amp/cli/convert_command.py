@@ -229,10 +229,8 @@ def _output(arguments: argparse.Namespace) -> str:
 
 
 def _page(arguments: argparse.Namespace, converted: Converted, program: Program, kind: str) -> Page:
-    from xla_amp.stablehlo import conversion_report
-
     names = common.shown(arguments.source), _output(arguments)
-    page = conversion_report.page(converted.report, f"{names[0]} ({program.source}) -> {names[1]} ({kind})")
+    page = converted.report.page(f"{names[0]} ({program.source}) -> {names[1]} ({kind})")
     signature = "kept" if arguments.keep_io else "narrowed where only low operations read or write"
     facts = {**page.facts, "signature": signature}
     if program.has_vjp:

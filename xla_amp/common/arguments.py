@@ -6,6 +6,10 @@ import numbers
 import os
 
 PATH = (str, os.PathLike)
+SUM_DTYPE = (
+    "expected a floating dtype of 16 bits or more, e.g. {}.bfloat16 (a sum in 8 bits keeps 2 or 3 digits of each part, "
+    "and XLA has no scale for it)"
+)
 _SHORT = (str, int, float, list, tuple, dict, type(None))
 """Types whose values are shown."""
 _NUMBERS: dict[type, type] = {int: numbers.Integral, float: numbers.Real}

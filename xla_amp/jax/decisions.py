@@ -157,20 +157,17 @@ def emit_decision(
     `kept` is why a primitive runs as it was written although its rule says otherwise; `told` what else there is to say
     of it.
     """
-    rule, row = decision.rule, info(primitive)
+    row = info(primitive)
     casts = [(str(dtype_of(g)), str(dtype_of(u))) for g, u in zip(given, used, strict=True) if dtype_of(g) is not None]
     events.decided(
         events.DecisionRecord(
+            **decision.recorded(kept=bool(kept)),
             operation=decision.operation if policies.equivalent("jaxpr", primitive) else primitive,
-            cast="keep" if kept else decision.cast,
-            layer=decision.layer,
             policy=policy.name,
             front="jax",
             given=tuple(before for before, _ in casts),
             used=tuple(after for _, after in casts),
-            why=kept or told or (decision.why if rule or row.kind is None else row.why),
-            source=rule.source if rule and not kept else "",
-            origin="" if kept else decision.origin,
+            why=kept or told or (decision.why if decision.rule or row.kind is None else row.why),
             result=tuple(str(dtype_of(out)) for out in outs),
             location=place[1],
             module=place[0],

@@ -327,10 +327,7 @@ def reduce_gradients(gradients: _Tree, axis_name: Any, dtype: Any = None) -> _Tr
         [[40000.0], [40000.0]]
     """
     if dtype is not None and not (jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1):
-        raise TypeError(
-            f"reduce_gradients(dtype={dtype!r}): expected a floating dtype of 16 bits or more, e.g. jnp.bfloat16 (a "
-            "sum in 8 bits keeps 2 or 3 digits of each part, and XLA has no scale for it)"
-        )
+        raise TypeError(f"reduce_gradients(dtype={dtype!r}): {arguments.SUM_DTYPE.format('jnp')}")
     if axis_name is None or isinstance(axis_name, numbers.Number):
         raise TypeError(
             f"reduce_gradients(axis_name={axis_name!r}): expected the name of an axis of jax.pmap or jax.shard_map, "

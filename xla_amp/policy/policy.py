@@ -93,6 +93,11 @@ class Decision(NamedTuple):
         """Where the rule is written; empty without one."""
         return self.rule.origin if self.rule else ""
 
+    def recorded(self, *, kept: bool = False) -> dict[str, Any]:
+        """What a `DecisionRecord` says of the rule; `kept`: whether the operation stays as it is in spite of it."""
+        source, origin = (self.rule.source, self.rule.origin) if self.rule and not kept else ("", "")
+        return {"cast": "keep" if kept else self.cast, "layer": self.layer, "source": source, "origin": origin}
+
 
 class Match(NamedTuple):
     """A rule, and the one of its patterns that reaches an operation."""

@@ -11,8 +11,7 @@ from xla_amp.common.events import DecisionRecord
 from xla_amp.common.types import LowDtype
 from xla_amp.pages import operations
 from xla_amp.pages.operations import Operation
-from xla_amp.pages.page import Page
-from xla_amp.public_names import Left
+from xla_amp.pages.page import Page, Report
 from xla_amp.stablehlo.locations import Location
 from xla_amp.stablehlo.op_table import Colour
 
@@ -52,7 +51,7 @@ class Achieved:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConversionReport(Left):
+class ConversionReport(Report):
     """Decisions in program order, and the casts that they needed; ``print(report)`` shows a table."""
 
     policy: str
@@ -90,15 +89,10 @@ class ConversionReport(Left):
             **({"not converted": kept} if self.unconverted else {}),
         }
 
-    def __str__(self) -> str:
-        """The page of ``xla-amp convert``."""
-        return page(self).text()
-
-
-def page(report: ConversionReport, title: str = "a StableHLO program in mixed precision") -> Page:
-    """The report for people."""
-    found = [_operation(each) for each in report.operations]
-    return Page(title, report.facts(), (*operations.findings(found), operations.table(found, "Decisions")))
+    def page(self, title: str = "a StableHLO program in mixed precision") -> Page:
+        """The report for people, as ``xla-amp convert`` shows it."""
+        found = list(map(_operation, self.operations))
+        return Page(title, self.facts(), (*operations.findings(found), operations.table(found, "Decisions")))
 
 
 def _operation(each: OperationDecision) -> Operation:

@@ -18,6 +18,7 @@ from xla_amp.lazy import processes
 from xla_amp.lazy.base import private_api
 from xla_amp.lazy.processes import collectives, process_groups
 from xla_amp.lazy.steps import step_marker
+from xla_amp.lazy.torch_integration import torch_parallel
 from xla_amp.torch_common import module_paths
 
 _SEND = "all_gather, of which each process takes the part that it wants"
@@ -99,9 +100,8 @@ def _all_reduce_coalesced(tensors: list[torch.Tensor], group: Any, operation: An
 def _all_reduce(tensors: list[torch.Tensor], group: Any, operation: Any, sparse_indices: Any, *_: Any) -> None:
     if sparse_indices is not None or any(tensor.is_sparse for tensor in tensors):
         raise DeviceError(
-            "torch.distributed.all_reduce: sparse tensors are not reduced on the lazy XLA device; leave "
-            "DistributedDataParallel out, call xla_model.broadcast_master_param(model) once and "
-            "xla_model.reduce_gradients(optimizer) before each step, or use sparse=False"
+            "torch.distributed.all_reduce: sparse tensors are not reduced on the lazy XLA device; "
+            f"{torch_parallel.WITHOUT_DDP}, or use sparse=False"
         )
     _all_reduce_coalesced(tensors, group, operation)
 

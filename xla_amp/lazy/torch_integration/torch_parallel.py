@@ -14,9 +14,9 @@ from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _PINNED = ("find_unused_parameters", "static_graph")
 """Arguments for which torch's class counts in pinned memory."""
-_INSTEAD = (
-    "leave it out, call xla_model.broadcast_master_param(model) once, and xla_model.reduce_gradients(optimizer) before "
-    "each step of the optimizer"
+WITHOUT_DDP = (
+    "leave DistributedDataParallel out, call xla_model.broadcast_master_param(model) once, and "
+    "xla_model.reduce_gradients(optimizer) before each step of the optimizer"
 )
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -35,7 +35,7 @@ def data_parallel(original: Callable[..., None], *args: Any, **kwargs: Any) -> N
             if given.get(name):
                 raise DeviceError(
                     f"torch's DistributedDataParallel({name}=True) needs pinned memory, which the lazy XLA device "
-                    f"does not have: {_INSTEAD}, which takes parameters without gradients"
+                    f"does not have: {WITHOUT_DDP}, which takes parameters without gradients"
                 )
         if given.get("mixed_precision") is not None:
             raise DeviceError(
@@ -62,7 +62,7 @@ def _warn_of_low_sums(module: torch.nn.Module) -> None:
     low = next((p for p in module.parameters() if p.requires_grad and p.dtype in _LOW), None)
     if low is not None:
         events.warn(
-            f"torch's DistributedDataParallel adds gradients of {low.dtype} in {low.dtype}; {_INSTEAD}, which adds "
+            f"torch's DistributedDataParallel adds gradients of {low.dtype} in {low.dtype}; {WITHOUT_DDP}, which adds "
             "them in float32"
         )
 

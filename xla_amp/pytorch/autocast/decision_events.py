@@ -27,7 +27,6 @@ def telling(
     Returns:
         A function of the operation's result, which sends the event to the listeners of `point` and returns the result.
     """
-    rule = decision.rule
     before, shapes = dtypes(given), shapes_of(given)
 
     def tell(result: Any) -> Any:
@@ -37,16 +36,13 @@ def telling(
         result_shapes = shapes_of(results)
         point(
             events.DecisionRecord(
+                **decision.recorded(),
                 operation=decision.operation,
-                cast=decision.cast,
-                layer=decision.layer,
                 policy=rules.name,
                 front="pytorch",
                 given=before,
                 used=tuple(used),
-                why=rule.why if rule else "",
-                source=rule.source if rule else "",
-                origin=rule.origin if rule else "",
+                why=decision.rule.why if decision.rule else "",
                 result=dtypes(results),
                 location=events.user_location(),
                 module=module or "",

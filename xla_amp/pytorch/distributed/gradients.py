@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from xla_amp.common import arguments
 from xla_amp.engines import base, devices
 from xla_amp.pytorch.distributed import xm_collectives
 
@@ -42,10 +43,7 @@ def reduce_gradients(
         TypeError: `dtype` is not a floating dtype of 16 bits or more.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
-        raise TypeError(
-            f"reduce_gradients(dtype={dtype!r}): expected a floating dtype of 16 bits or more, e.g. torch.bfloat16 (a "
-            "sum in 8 bits keeps 2 or 3 digits of each part, and XLA has no scale for it)"
-        )
+        raise TypeError(f"reduce_gradients(dtype={dtype!r}): {arguments.SUM_DTYPE.format('torch')}")
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"reduce_gradients(optimizer): expected an optimizer of torch, got {optimizer!r}")
     average([p for group in optimizer.param_groups for p in group["params"]], groups, pin_layout, dtype=dtype)

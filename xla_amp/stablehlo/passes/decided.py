@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from xla_amp.common.types import LowDtype
+from xla_amp.policy.policy import Decision
 from xla_amp.stablehlo import ir, locations, sizes
 from xla_amp.stablehlo.conversion_report import OperationDecision
 from xla_amp.stablehlo.passes.cast_graph import CastNode
@@ -33,7 +34,7 @@ def _decision(
     propagation: Propagation, node: CastNode, policy: str, low: LowDtype, function: str, paths: ModulePaths
 ) -> OperationDecision:
     op_class, location = node.op_class, locations.of(node.operation)
-    decision = op_class.decision if op_class else None
+    decision = (op_class.decision if op_class else None) or Decision("", "keep", "builtin", None)
     name = op_class.name if op_class else ("argument" if node.writes else "result")
     gives_low = node.low and propagation.wide.isdisjoint(node.outputs[:1] if node.inside else node.outputs)
     why = node.why or "the signature is kept"
@@ -42,6 +43,7 @@ def _decision(
     overruled = bool(node.keep_reason) and node.colour == "allow"
     ends = sizes.Ends() if node.index is not None else sizes.ends(node.operation)
     return OperationDecision(
+        **decision.recorded(kept=overruled),
         operation=name if node.index is None else f"{name}#{node.index}",
         function=function,
         module=paths.of(node.operation, node.function, location),
@@ -51,13 +53,10 @@ def _decision(
         used=kept or (after,),
         result=(low if gives_low else "float32",),
         why=why,
-        cast=decision.cast if decision and not overruled else "keep",
-        layer=decision.layer if decision else "builtin",
         policy=policy,
         front="stablehlo",
         product=node.structure == "contraction",
-        aten=decision.operation if decision else "",
-        origin=decision.origin if decision and not overruled else "",
+        aten=decision.operation,
         shapes=ends.given,
         result_shapes=ends.made,
         flops=sizes.flops(node.operation) if node.structure == "contraction" else None,

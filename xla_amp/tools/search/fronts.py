@@ -26,6 +26,7 @@ from xla_amp.planning import plans
 from xla_amp.planning.planner import Candidate, Found, Plan, SearchProgram, search
 from xla_amp.policy import Policy
 from xla_amp.policy.policy import MEASURED
+from xla_amp.stablehlo.measure.comparison import measure
 
 Array: TypeAlias = npt.NDArray[np.float32]
 Quantities: TypeAlias = dict[str, list[Array]]
@@ -176,18 +177,13 @@ class MeasuredProgram(SearchProgram):
     def evaluate(self, plan: Plan, batch: int) -> dict[str, float]:
         """Relative errors of `plan` on one batch."""
         found = self.run(batch, plan)
-        return {name: relative_error(found[name], parts) for name, parts in self.reference(batch).items()}
+        return {name: _error(found[name], parts) for name, parts in self.reference(batch).items()}
 
 
-def relative_error(found: Sequence[Array], reference: Sequence[Array]) -> float:
-    """Relative error of arrays as one vector."""
-    if not all(np.isfinite(each).all() for each in found):
-        return math.inf
-    given, right = (
-        np.concatenate([np.ravel(each) for each in arrays], dtype=np.float64) for arrays in (found, reference)
-    )
-    difference, norm = np.linalg.norm(given - right), np.linalg.norm(right)
-    return float(difference / norm) if norm else (math.inf if difference else 0.0)
+def _error(found: Sequence[Array], reference: Sequence[Array]) -> float:
+    """Relative error of arrays as one vector; infinite where one is not finite."""
+    error = measure(*(np.concatenate([np.ravel(each) for each in arrays]) for arrays in (found, reference)))
+    return math.inf if error.nonfinite else error.relative
 
 
 def searched(program: MeasuredProgram, *, budget: float | Mapping[str, float], device: str) -> SearchResult:
