@@ -114,18 +114,13 @@ __all__ = _names.importable(__all__, (_PUBLIC | _MODULES).keys() - _WITHOUT_TORC
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 
     def __getattr__(name: str) -> object:
-        if name not in _PUBLIC and name not in _MODULES:
-            raise _names.missing(__name__, name, __all__)
         try:
-            module = importlib.import_module(_PUBLIC.get(name) or _MODULES[name])
+            return _names.load(__name__, name, _PUBLIC | _MODULES, __all__)
         except ImportError as error:
             from xla_amp.errors import torch_missing
 
             jax_name = f"xla_amp.jax.{name}" if name in _ALSO_FOR_JAX else None
             raise torch_missing(f"xla_amp.{name}", error, jax_name) from error
-        value: object = getattr(module, name) if name in _PUBLIC else module
-        globals()[name] = value
-        return value
 
 
 def __dir__() -> list[str]:

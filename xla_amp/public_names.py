@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import sys
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -26,6 +28,19 @@ def missing(package: str, name: str, public: Iterable[str]) -> AttributeError:
     """The error for a name that a package (its full name) does not have; `public` are the names that it has."""
     said = has_left(f"{package}.{name}")
     return said or AttributeError(f"module {package!r} has no attribute {name!r}; public names: {', '.join(public)}")
+
+
+def load(package: str, name: str, modules: Mapping[str, str], public: Iterable[str]) -> object:
+    """A public name of a package when it is first used, which the package keeps from then on; as for `missing`.
+
+    `modules`: public name -> module that defines it, or that it is.
+    """
+    if name not in modules:
+        raise missing(package, name, public)
+    module = importlib.import_module(modules[name])
+    value: object = module if module.__name__ == f"{package}.{name}" else getattr(module, name)
+    vars(sys.modules[package])[name] = value
+    return value
 
 
 def has_left(name: str) -> AttributeError | None:

@@ -5,7 +5,6 @@ Names are loaded on first use; importing this package loads neither jax nor torc
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from xla_amp import public_names as _names
@@ -52,17 +51,12 @@ __all__ = _names.importable(sorted(_PUBLIC), _NEEDS_TORCH)
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 
     def __getattr__(name: str) -> object:
-        if name not in _PUBLIC:
-            raise _names.missing(__name__, name, __all__)
         try:
-            module = importlib.import_module(_PUBLIC[name])
+            return _names.load(__name__, name, _PUBLIC, __all__)
         except ImportError as error:
             from xla_amp.errors import torch_missing
 
             raise torch_missing(f"xla_amp.jax.{name}", error) from error
-        value: object = getattr(module, name)
-        globals()[name] = value
-        return value
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,6 @@ docs/stablehlo.md describes the pass.  Importing this package does not import ja
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from xla_amp import public_names as _names
@@ -40,11 +39,7 @@ __all__ = sorted(_PUBLIC)
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 
     def __getattr__(name: str) -> object:
-        if name not in _PUBLIC:
-            raise _names.missing(__name__, name, __all__)
-        value = getattr(importlib.import_module(_PUBLIC[name]), name)
-        globals()[name] = value
-        return value
+        return _names.load(__name__, name, _PUBLIC, __all__)
 
 
 def __dir__() -> list[str]:

@@ -69,13 +69,8 @@ def quick_options(module: ir.MlirModule) -> dict[str, bool | int]:
     return compiling.quick_options("cpu", work)
 
 
-def size(value_type: Any) -> int:
-    """Bytes of a value; 0 for other types than tensors. A dynamic dimension counts as 1."""
-    return size_of(ir.tensor_type(value_type))
-
-
 def size_of(kind: ir.TensorType | None) -> int:
-    """Bytes of a tensor of this type, as `size`."""
+    """Bytes of a tensor of this type, 0 for None; a dynamic dimension counts as 1."""
     return 0 if kind is None else abs(math.prod(kind.shape)) * units.bits(kind.element) // 8
 
 

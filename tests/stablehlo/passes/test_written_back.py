@@ -179,6 +179,7 @@ def test_functions_of_several_blocks_stay_and_are_named():
     converted = autocast(BLOCKS)
     assert converted.report.unconverted == ("several",)
     assert "not converted   several: functions of several blocks" in str(converted.report)
+    assert converted.report._repr_html_() == converted.report.page().html()  # in a notebook
     before, after = (text.partition("@several(%arg")[2] for text in (ir.text(ir.parse(BLOCKS)), converted.text()))
     assert before == after != ""
     assert converted.report.casts == {"f32->bf16": 1}

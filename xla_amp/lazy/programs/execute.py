@@ -102,8 +102,7 @@ def sync(wait: bool = False) -> None:
     """
     flush()
     if wait:
-        metrics.host_syncs += 1
-        recompile_reasons.host_waits()
+        metrics.host_waits()
         _finish()
 
 

@@ -40,6 +40,11 @@ class Metrics:
         vars(self).update(dict.fromkeys(_DESCRIPTIONS.keys() - {"programs_kept", "program_bytes"}, 0))
         recompile_reasons.reset()
 
+    def host_waits(self) -> None:
+        """Counts a wait for the device, by line of the program."""
+        self.host_syncs += 1
+        recompile_reasons.host_waits()
+
     def report(self) -> str:
         """The counters as an aligned text table; below it, compilations and host syncs by line of the program."""
         counts = self()

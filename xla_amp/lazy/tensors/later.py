@@ -9,7 +9,7 @@ import torch
 
 from xla_amp.lazy.base.dtypes import to_torch
 from xla_amp.lazy.graph.trace import Buffer, Poisoned, trace
-from xla_amp.lazy.programs import execute, recompile_reasons
+from xla_amp.lazy.programs import execute
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io
 
@@ -51,8 +51,7 @@ class Read:
         if self._array is None:
             return None
         if not self._array.is_ready():
-            metrics.host_syncs += 1
-            recompile_reasons.host_waits()
+            metrics.host_waits()
         metrics.device_to_host += 1
         return to_torch(np.array(self._array, copy=True))
 

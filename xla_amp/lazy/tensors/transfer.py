@@ -14,7 +14,7 @@ from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy.base import dtypes, forks, private_api
 from xla_amp.lazy.base.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
 from xla_amp.lazy.graph.trace import Buffer, spec
-from xla_amp.lazy.programs import mesh, pjrt, recompile_reasons
+from xla_amp.lazy.programs import mesh, pjrt
 from xla_amp.lazy.programs.metrics import metrics
 
 
@@ -49,8 +49,7 @@ def download(array: jax.Array) -> torch.Tensor:
             f"a tensor of shape {list(array.shape)} is split over several processes, of which each has a part: call "
             "xla_amp.full_tensor(tensor) on all of them and read that; xla_amp.checkpoint.save() writes it by part"
         )
-    metrics.host_syncs += 1
-    recompile_reasons.host_waits()
+    metrics.host_waits()
     metrics.device_to_host += 1
     try:
         value = np.array(array, copy=True)

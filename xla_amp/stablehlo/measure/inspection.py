@@ -100,7 +100,7 @@ def inspect(program: Any) -> Inspection:
             continue
         name, structure = sizes.short_name(operation), structure_of(operation)
         given, element = list(map(ir.element, operation.operands)), ir.element(operation.results[0])
-        size = sum(sizes.size(each.type) for each in operation.results)
+        size = sum(sizes.size_of(ir.tensor_type(each.type)) for each in operation.results)
         dtypes[element] = _increased(dtypes.get(element), size)
         operations.setdefault(name, collections.Counter())[element] += 1
         if structure == "cast":
