@@ -87,7 +87,7 @@ def inside_of(eqn: Any) -> Inside:
     elif kind == "cond":
         makers, deciding = [branch.jaxpr for branch in params["branches"]], operands[:1]
         given = [(branch, operands[1:]) for branch in makers]
-    elif kind in _CALLS:
+    elif kind in rebind.KINDS:
         makers = [rebind.inner(params).jaxpr]
         given = [(makers[0], operands)]
     pairs = [*zip(outs, start, strict=False)]
@@ -98,10 +98,6 @@ def inside_of(eqn: Any) -> Inside:
     holds = [(value, held) for value, held in pairs if not isinstance(held, compat.Literal)]
     return Inside([jaxpr for jaxpr, _ in given], holds, compat.variables(deciding))
 
-
-_CALLS: Final = frozenset(
-    ("call", "checkpoint", "composite", "custom_jvp", "custom_vjp", "custom_vmap", "linear_call", "shard_map")
-)
 
 _SCOPES: Final = (compat.is_region_scope, compat.is_transpose_scope, compat.is_derivative_scope)
 

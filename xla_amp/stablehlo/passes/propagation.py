@@ -188,7 +188,7 @@ class Propagation:
         def near(number: int) -> list[int]:
             return [each for each in edges[number] if nodes[each].colour in through and self._free(nodes[each])]
 
-        return reached((each for source in sources for each in near(source)), near)
+        return reached(itertools.chain.from_iterable(map(near, sources)), near)
 
     # Phase 2.
 
