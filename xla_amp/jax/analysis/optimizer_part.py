@@ -91,9 +91,9 @@ def follows_gradients(jaxpr: Any, after: bool) -> frozenset[int]:
     given = nodes(jaxpr)
     if after:
         return frozenset(index for index, node in enumerate(given) if not node.differentiated)
-    found = [*map(_equation, given)]
-    if not any("source" in each.parts for each in found):
+    if not has_backward(jaxpr):
         return frozenset()
+    found = [*map(_equation, given)]
     arguments = {v for v in (*jaxpr.invars, *jaxpr.constvars) if any(n != 1 for n in _shape(v) or ())}
     results = frozenset(compat.variables(jaxpr.outvars))
     ends = _Equation({"arguments"}, arguments, frozenset(), set()), _Equation({"results"}, set(), results, set())
