@@ -114,10 +114,9 @@ class Recording:
             step_marker.optimizer_steps.subscribed(self._steps),
             step_marker.paused(),
             self._watched(),
-            _young_garbage(),
         ):
-            result = step(*args, **kwargs)
-            gc.collect(0)  # values that only cycles hold: when Python frees them differs from call to call
+            with _freed_cycles():
+                result = step(*args, **kwargs)
             execute.flush()
         with trace.lock:
             self.end = generator.state()
@@ -329,12 +328,19 @@ def _chance() -> dict[str, bytes]:
 
 
 @contextlib.contextmanager
-def _young_garbage() -> Iterator[None]:
-    """Context manager: objects that are made inside stay in the generation of the garbage collector that is cheap."""
-    enabled = gc.isenabled()
+def _freed_cycles() -> Iterator[None]:
+    """Context manager: at its end the values are freed that only cycles hold; when Python does so differs between calls.
+
+    Objects that are made inside stay in the generation of the garbage collector that is cheap, unless the step, or
+    another thread, collects meanwhile.
+    """
+    enabled, before = gc.isenabled(), gc.get_stats()
     gc.disable()
     try:
         yield
+        with trace.lock:  # one thread at a time
+            pairs = zip(gc.get_stats(), before, strict=True)
+            gc.collect(2 if any(now["collections"] > then["collections"] for now, then in pairs) else 0)
     finally:
         if enabled:
             gc.enable()

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 from xla_amp.lazy.capture.values import Entry, Reading, accumulates, is_dense, plain
-from xla_amp.lazy.graph.trace import Buffer, trace
+from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.steps import optimizer_step
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.training import capturable, initial_state, reader
@@ -347,13 +347,15 @@ class State:
     def find_schedules(self, now: Snapshot) -> bool:
         """Adds schedules of the optimizers of a snapshot that it lacks; whether there are any.
 
-        What steps one may be anywhere in the program, so all objects are searched.
+        What steps one may be anywhere in the program, so what refers to the optimizers is searched.  It keeps no other
+        object alive meanwhile: other threads' recordings depend on when tensors are freed.
         """
-        owners = {id(owner) for _, owner in self._objects.objects.values()} if self._objects else set[int]()
-        with trace.lock:  # no program of another thread runs while the list of all objects has its arrays, too
-            found = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
+        found = self._objects.objects.values() if self._objects else ()
+        owners = [owner for _, owner in found if isinstance(owner, Optimizer)]
+        spaces = [each for each in gc.get_referrers(*owners) if type(each) is dict and "optimizer" in each]
+        schedules = [each for each in gc.get_referrers(*owners, *spaces) if issubclass(type(each), LRScheduler)]
         known = {id(each) for each, _ in now.repeated.values()}
-        new = [each for each in found if id(getattr(each, "optimizer", None)) in owners and id(each) not in known]
+        new = [each for each in schedules if getattr(each, "optimizer", None) in owners and id(each) not in known]
         self._used += map(weakref.ref, new)
         self._named = None
         return bool(new)
