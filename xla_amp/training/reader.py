@@ -36,7 +36,7 @@ FUNCTIONS: Final = (types.FunctionType, types.MethodType)
 _OPAQUE: Final = frozenset({*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxlib", "xla_amp"}) - {"__main__"}
 """Packages whose objects are not searched."""
 _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter, float, int, bool, str, type(None)))
-_NOTES: Final = frozenset(
+NOTES: Final = frozenset(
     {
         "_opt_called",
         "_step_count",
@@ -271,19 +271,15 @@ def containers(
         todo.extend(((*path, key), inner) for key, inner in items if type(inner) not in _PLAIN)
 
 
-def leaves(
-    owner: Any,
-    contents: Mapping[int, Any] | None = None,
-    attributes: Callable[[Any], dict[str, Any] | None] = attributes,
-) -> Iterator[Leaf]:
+def leaves(owner: Any, contents: Mapping[int, Any] | None = None) -> Iterator[Leaf]:
     """The values that `owner` holds: tensors, numbers, functions and objects that are not searched.
 
     Arguments are those of `containers`.
     """
-    for path, held, items in containers(owner, contents, attributes):
+    for path, held, items in containers(owner, contents):
         for key, value in items:
             plain = type(value) in _PLAIN
-            if (plain or (not isinstance(value, CONTAINERS) and attributes(value) is None)) and key not in _NOTES:
+            if (plain or (not isinstance(value, CONTAINERS) and attributes(value) is None)) and key not in NOTES:
                 yield Leaf((*path, key), held, key, value)
 
 

@@ -394,14 +394,17 @@ def test_an_optimizer_with_state_in_attributes_and_by_name(device, every):
     assert replays >= 7  # the first call begins without gradients
 
 
-def test_when_garbage_is_freed_makes_no_difference(device):
+@pytest.mark.parametrize("alive", [False, True], ids=["collected as garbage", "collected before"])
+def test_when_garbage_is_freed_makes_no_difference(device, alive):
     calls = iter([False, True, False, True, True])
 
     def step(x):
         cycle = [x * 2]
         cycle.append(cycle)
+        if alive and next(calls):
+            gc.collect()
         del cycle
-        if next(calls):
+        if not alive and next(calls):
             gc.collect()
         return x + 1
 

@@ -452,6 +452,34 @@ def test_a_capture_beside_a_thread_that_reads(device: torch.device) -> None:
     together(train, other)
 
 
+def test_a_capture_beside_a_thread_that_captures(device: torch.device) -> None:
+    """That one collects garbage and looks for schedules while this one records: values live as long as without it."""
+    seeds, models = iter(range(20)), [_net(seed, device) for seed in range(20)]
+    weight = nn.Parameter(torch.ones(3, device=device))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def beside() -> None:
+        if len(losses) % 2:
+            in_thread(lambda: _train(device, 0, captured=True, scaled=False, steps=4, model=models[next(seeds)]))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        cycle: list[Any] = [x * 2]
+        cycle.append(cycle)
+        beside()
+        del cycle
+        optimizer.zero_grad()
+        loss = (weight * x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run, losses = xla_amp.compile(step, strict=True), []
+    for _ in range(6):
+        losses.append(run(torch.ones(3, device=device)).item())
+    assert run.replays == 3
+    np.testing.assert_allclose(losses, [3 - 0.3 * step for step in range(6)], rtol=1e-6)
+
+
 def test_an_interrupt_while_another_thread_records(device: torch.device) -> None:
     """A handler that raises in the main thread leaves no lock held, and both threads' values right."""
     stop, rounds = threading.Event(), []

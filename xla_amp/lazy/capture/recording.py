@@ -329,7 +329,7 @@ def _chance() -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def _freed_cycles() -> Iterator[None]:
-    """Context manager: at its end the values are freed that only cycles hold; when Python does so differs between calls.
+    """Context manager: at its end values that only cycles hold are freed; when Python does so differs between calls.
 
     Objects that are made inside stay in the generation of the garbage collector that is cheap, unless the step, or
     another thread, collects meanwhile.

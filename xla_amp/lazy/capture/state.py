@@ -10,9 +10,10 @@ from __future__ import annotations
 import gc
 import inspect
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter, call, getitem, is_not, itemgetter, methodcaller
+from operator import attrgetter, getitem, is_not, methodcaller
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -30,7 +31,9 @@ from xla_amp.training.reader import FUNCTIONS, NOWHERE, Bound, Named, Slot, boun
 _OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
 _SILENT: Final = _OF_EVERY_MODULE - {"training"} | {"_until_check"}
 """Attributes of modules and scalers that are read otherwise, or that no step depends on."""
-
+_STEP_HOOKS: Final = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+_OF_OPTIMIZERS: Final = reader.NOTES.union(("defaults", "param_groups", "state", *_STEP_HOOKS))
+"""Attributes of optimizers that are read otherwise, or that no step depends on."""
 _TABLES: Final = [
     name for name, table in vars(torch.nn.Module()).items() if isinstance(table, dict) and "hook" not in name
 ]
@@ -53,14 +56,8 @@ class _Objects(Reading):
         super().__init__()
         self._given = list(given)
         self.options: list[Option] = []
-        self._of_tuples: list[Option] = []
-        """Each number of a tuple; they are the last of `options`."""
-        self._singles: tuple[list[Any], list[str]] = [], []
-        """Groups, and which of their options are numbers."""
-        self._tuples: tuple[list[Any], list[str]] = [], []
-        self._modules: list[dict[str, Any]] = []
-        self._attributes: list[Callable[[Any], Any]] = []
-        """Each reads from one of `_modules`, the attributes of modules and scalers, what is watched of them."""
+        self._places: tuple[list[Any], list[str]] = [], []
+        """Groups, and which of their options are numbers or tuples of them."""
         self.objects.update(given)
         known = set[int]()
         while new := [(key, *each) for key, each in self.objects.items() if key not in known]:
@@ -69,7 +66,6 @@ class _Objects(Reading):
                 self._object(owner, label)
                 known.add(key)
         self._typed += [owner for _, owner in self.objects.values()]
-        self.options += self._of_tuples
         self.end()
         self.keep()
 
@@ -79,13 +75,11 @@ class _Objects(Reading):
 
     def numbers(self) -> list[float]:
         """The options now."""
-        return [*map(float, itertools.chain(map(getitem, *self._singles), *map(getitem, *self._tuples)))]
+        return [*map(float, _flat([*map(getitem, *self._places)]))]
 
     def _now(self) -> Iterator[Any]:
-        tuples = [*map(getitem, *self._tuples)]
-        options = map(type, itertools.chain(map(getitem, *self._singles), tuples, *tuples))
-        attributes = itertools.chain.from_iterable(map(call, self._attributes, self._modules))
-        return itertools.chain(options, attributes, super()._now())
+        values = [*map(getitem, *self._places)]
+        return itertools.chain(map(type, values + _flat(values)), super()._now())
 
     def _sizes(self) -> list[Any]:
         return [RemovableHandle.next_id, *super()._sizes()]  # how many hooks were ever registered
@@ -95,21 +89,23 @@ class _Objects(Reading):
         self.owners[label] = owner
         self.compare(f"the class of {label}", type(owner))
         if isinstance(owner, Optimizer):
-            for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            for name in _STEP_HOOKS:
                 self._hooks(space.get(name, {}), label)  # a wrapper, such as Accelerate's, has none
             for table in (space, owner.state, owner.param_groups):
-                self.watch(table)
+                self.watch(table, label)
             inner = (each for each in space.values() if isinstance(each, Optimizer))
             wraps = any(each.param_groups is owner.param_groups for each in inner)  # which has them, too
             for number, group in enumerate([] if wraps else owner.param_groups):
                 self._group(owner, group, f"{label}.param_groups[{number}]")
-            self._rest(owner, label)
+            for holder, before in ((space, label), (space.get("state", {}), f"{label}.state")):
+                for key, value in holder.items():
+                    if not (isinstance(key, torch.Tensor) or key in _OF_OPTIMIZERS or callable(value)):
+                        self.add(value, f"{before}.{key}", Slot(holder, key), sys.maxsize)
             return
         own = {name: value for name, value in space.items() if name not in _SILENT}
-        self._sized.append(space)
-        self._modules.append(space)
         is_module = isinstance(owner, torch.nn.Module)
-        self._attributes.append(itemgetter(*(_TABLES if is_module else ()), *own))
+        self._sized.append(space)
+        self.looked += [(space.get, name) for name in (*own, *(_TABLES if is_module else ()))]
         for name, table in space.items() if is_module else ():
             if name in _TABLES:
                 self.watch(table)
@@ -132,8 +128,8 @@ class _Objects(Reading):
         self.looked.append((group.get, "params"))
         for name in [name for name in group if name not in ("params", "param_names")]:
             self._option(owner, Slot(group, name), f"{label}[{name!r}]")
-        self.watch(group["params"])
-        known = {id(each.tensor): at for at, each in enumerate(self.tensors)}
+        self.watch(group["params"], label)
+        known = {id(each.value): at for at, each in enumerate(self.tensors)}
         for index, parameter in enumerate(group["params"]):
             name, state = f"{label}['params'][{index}]", owner.state.get(parameter, {})
             if id(parameter) in known:
@@ -144,41 +140,23 @@ class _Objects(Reading):
             for key, value in state.items():
                 self.add(value, f"the {key!r} of {name}{_remedy(owner, value)}", Slot(state, key))
 
-    def _rest(self, owner: Optimizer, label: str) -> None:
-        """Attributes, and state that has a name; another optimizer among them is an object as this one is."""
-        space = vars(owner)
-
-        def attributes(value: Any) -> dict[str, Any] | None:
-            return space if value is owner else None
-
-        known = {id(space), id(owner.state), *(id(group["params"]) for group in owner.param_groups)}
-        for path, container, _ in reader.containers(owner, None, attributes):
-            of_parameter = path[:1] == ("state",) and len(path) > 1 and isinstance(path[1], torch.Tensor)
-            if of_parameter or path[:1] in (("param_groups",), ("defaults",)):
-                known.add(id(container))
-            elif id(container) not in known:
-                self.watch(container)
-        known -= {id(space), id(owner.state)}
-        for path, holder, key, value in reader.leaves(owner, None, attributes):
-            if id(holder) not in known and not callable(value):
-                self.add(value, f"{label}.{reader.name(path)}", Slot(holder, key))
-
     def _option(self, owner: Optimizer, slot: Slot, label: str) -> None:
         value, (group, name) = slot.value(), slot
         is_input, label = _is_input(owner, slot), label + _remedy(owner, value)
         if not _is_float(value):
             self.looked.append((group.get, name))
-        if isinstance(value, tuple) and _is_float(value):
-            self._of_tuples += [Option(Slot(slot, at), label, is_input) for at in range(len(value))]
-            groups, names = self._tuples
-        elif _is_float(value) or (is_input and optimizer_step.is_number(value)):
-            self.options.append(Option(slot, label, is_input))
-            groups, names = self._singles
+        if _is_float(value) or (is_input and optimizer_step.is_number(value)):
+            slots = [Slot(slot, at) for at in range(len(value))] if isinstance(value, tuple) else [slot]
+            self.options += [Option(each, label, is_input) for each in slots]
+            for found, each in zip(self._places, slot, strict=True):
+                found.append(each)
         else:
             self.add(value, label, slot)
-            return
-        groups.append(group)
-        names.append(name)
+
+
+def _flat(values: list[Any]) -> list[Any]:
+    """Numbers, also those of tuples."""
+    return [number for each in values for number in (each if isinstance(each, tuple) else (each,))]
 
 
 def _is_float(value: Any) -> bool:

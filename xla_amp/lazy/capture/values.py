@@ -14,7 +14,7 @@ import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from operator import attrgetter, call, is_, itemgetter
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io
-from xla_amp.training.reader import CONTAINERS, FUNCTIONS, NOWHERE, Bound, Slot, called, named_attributes
+from xla_amp.training.reader import CONTAINERS, FUNCTIONS, NOWHERE, Bound, Named, Slot, called, named_attributes
 
 _MOST: Final = 1000
 """Items of a container or an array on the host that is compared; a larger one is a constant."""
@@ -45,14 +45,6 @@ Entry: TypeAlias = tuple[str, Any]
 
 class NotReplayableError(Exception):
     """A step cannot be replayed; the text is the reason for the user."""
-
-
-class Tensor(NamedTuple):
-    """A tensor on the device, and where it is."""
-
-    tensor: torch.Tensor
-    label: str
-    slot: Slot
 
 
 def plain(value: Any) -> tuple[type, str]:
@@ -99,7 +91,8 @@ class Reading:
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
-        self.tensors: list[Tensor] = []
+        self.tensors: list[Named] = []
+        """Those on the device."""
         self.objects: dict[int, tuple[str, Any]] = {}
         """Modules, optimizers and scalers by id, each with its label."""
         self._arrays: list[tuple[str, Any]] = []
@@ -118,6 +111,8 @@ class Reading:
         self._typed: list[Any] = []
         """Of these the class is compared, and of the items of `_kinds`."""
         self._kinds: list[Iterable[Any]] = []
+        self._labels: dict[int, str] = {}
+        """Of containers by id; one that is found again is compared by its first label."""
 
     def end(self) -> None:
         """Ends the pass."""
@@ -165,8 +160,8 @@ class Reading:
         """Adds what a value is compared by."""
         self._entries.append((label, by))
 
-    def add(self, value: Any, label: str, slot: Slot) -> bool:
-        """Adds a value as what it is; returns whether it is compared."""
+    def add(self, value: Any, label: str, slot: Slot, most: int = _MOST) -> bool:
+        """Adds a value as what it is; returns whether it is compared.  A container has at most `most` items."""
         if type(value) in PLAIN:
             self._entries.append((label, plain(value)))
             if type(value) is int and slot is not NOWHERE:
@@ -174,11 +169,11 @@ class Reading:
         elif isinstance(value, STATE):
             self.objects.setdefault(id(value), (label, value))
         elif isinstance(value, torch.Tensor) and is_dense(value):
-            self.tensors.append(Tensor(value, label, slot))
+            self.tensors.append(Named(value, label, slot))
             buffer = tensor_io.buffer_of(value)
             self._entries.append((label, (*view(value), buffer.spec, mesh.active and mesh.sharding_of(buffer))))
         elif isinstance(value, CONTAINERS):
-            return self._container(value, label, slot)
+            return self._container(value, label, slot, most)
         elif isinstance(value, _NAMED):
             self._entries.append((label, value))
         elif isinstance(value, np.ndarray | np.generic | torch.Tensor):
@@ -200,23 +195,27 @@ class Reading:
             return True
         return False
 
-    def _container(self, value: Any, label: str, slot: Slot) -> bool:
-        if len(value) > _MOST:
+    def _container(self, value: Any, label: str, slot: Slot, most: int) -> bool:
+        if len(value) > most:
             self._sized.append(value)
             return False
-        self.watch(value)
+        if not isinstance(value, tuple) and id(value) in self._labels:
+            self.compare(label, self._labels[id(value)])
+            return True
+        self.watch(value, label)
         if isinstance(value, set | frozenset):
             self.compare(label, (type(value), {plain(item) for item in value if type(item) in PLAIN}))
             return True
         holder, keys = slot if isinstance(value, tuple) else value, []
         for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
             keys.append(repr(key) if type(key) in PLAIN else type(key).__name__)
-            self.add(item, f"{label}[{keys[-1]}]", NOWHERE if holder is NOWHERE else Slot(holder, key))
+            self.add(item, f"{label}[{keys[-1]}]", NOWHERE if holder is NOWHERE else Slot(holder, key), most)
         self.compare(label, (type(value), keys))
         return True
 
-    def watch(self, container: Any) -> None:
-        """Adds a container to those that are watched."""
+    def watch(self, container: Any, label: str = "") -> None:
+        """Adds a container to those that are watched; `add` of it afterwards adds the label."""
+        self._labels[id(container)] = label
         self._sized.append(container)
         if container:
             self._watched += [container, container.values()] if isinstance(container, dict) else [container]
