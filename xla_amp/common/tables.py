@@ -22,8 +22,8 @@ _ENDS: Final = frozenset({"layer", "module", "parameter", "rule", "where"})
 """Columns of paths: what differs is in the last parts, and then in the first, so they are cut in the middle."""
 _KEPT: Final = "where"
 """The column that no terminal is too narrow for."""
-_SHORTEST: Final = {_KEPT: 20, "operation": 13}
-"""Characters that a cut cell keeps; 10 in other columns."""
+_SHORTEST: Final = {_KEPT: 20, "operation": 13, "rule": 20}
+"""Characters that a cut cell keeps; 10 in other columns.  A rule in fewer would be broken inside its words by rich."""
 
 
 def terminal_width() -> int:

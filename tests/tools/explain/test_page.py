@@ -31,6 +31,17 @@ def test_a_table_fits_the_terminal_and_keeps_the_line(width, monkeypatch):
     assert any("…" in line and "/model.py:7" in line for line in lines)
 
 
+def test_rich_breaks_no_word_of_a_rule_in_eighty_columns(monkeypatch):
+    """A conversion has no column `where`, so its rules have the place; they are wrapped, or the column is left out."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    low = {"origin": "tables/tpu.toml:12 (rule 1)", "module": "", "bytes": 2048}
+    asked = {**low, "layer": "context", "origin": "autocast(rules=...), 'tanh'", "operation": "tanh"}
+    shown = operations.table([operation(**low), operation(**asked)]).table.text(80)
+    assert max(map(len, shown.splitlines())) <= 80
+    for part in ("tables/tpu.toml:12", "(rule 1)", "autocast(rules=...),", "'tanh'"):
+        assert part in shown
+
+
 def test_a_page_leaves_out_what_is_empty():
     sections = Section("What?", "that", [("linear", "in h.0")]), Section("empty"), Section("Operations", table=table())
     page = Page("a program", {"policy": "tpu"}, sections)
