@@ -8,14 +8,19 @@ import pytest
 import torch
 from packaging.version import Version
 
+import xla_amp
 from xla_amp import cli
 from xla_amp.tools import doctor
 
 
 def test_the_command(own_policy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(
+        xla_amp, "__version__", "9.0.0"
+    )  # pip does not know it, as after a pull into an editable install
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["xla-amp"] == "9.0.0"
     assert Version(found["versions"]["torch"]).public == Version(torch.__version__).public  # a build's +cu130 may lack
     assert found["environment"]["JAX_PLATFORMS"] == "cpu"
     assert found["devices"].endswith("cpu (cpu)")

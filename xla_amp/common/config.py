@@ -9,8 +9,8 @@ a process of the command line.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
@@ -384,8 +384,6 @@ def _number(variable: str, default: int, least: int, of: str) -> int:
 
 
 def version() -> str:
-    """The version of xla_amp, or ``"unknown"`` in a source tree that is not installed."""
-    try:
-        return metadata.version("xla-amp")
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    """The version of xla_amp: that of the code, since what pip says of an editable install may be older."""
+    found: str = sys.modules[__name__.partition(".")[0]].__version__
+    return found

@@ -24,7 +24,7 @@ from xla_amp.policy import load
 from xla_amp.policy.load import default_name
 
 LIBRARIES: Final = (
-    "xla-amp", "torch", "torch_xla", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin",
+    "torch", "torch_xla", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin",
     "jax-rocm60-plugin", "numpy", "flax", "optax", "transformers", "accelerate", "lightning", "timm",
 )  # fmt: skip
 """Distributions whose versions matter; those that are not installed are not shown."""
@@ -93,7 +93,7 @@ class Diagnosis(Report):
 
 def diagnose() -> Diagnosis:
     """Looks at versions, processor, devices, cache and environment; takes seconds, since JAX starts in a process."""
-    versions = {"Python": platform.python_version(), **dict(_installed())}
+    versions = {"Python": platform.python_version(), "xla-amp": config.version(), **dict(_installed())}
     devices, shared = _devices()
     return Diagnosis(
         versions=versions,
