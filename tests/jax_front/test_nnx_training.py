@@ -210,6 +210,20 @@ def recipe():
     return variables
 
 
+def test_jax_jit_drops_what_a_step_changes():
+    """Flax's own behaviour, without autocast too; docs/recipes.md says to use nnx.jit."""
+    net = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(net, optimizer, x):
+        loss, grads = nnx.value_and_grad(autocast(lambda net: jnp.mean(net(x) ** 2), dtype="bfloat16"))(net)
+        optimizer.update(net, grads)
+        return loss
+
+    losses = {jit: [float(jit(step)(net, optimizer, jnp.ones((3, 4)))) for _ in range(2)] for jit in (jax.jit, nnx.jit)}
+    assert losses[jax.jit][0] == losses[jax.jit][1] == losses[nnx.jit][0] > losses[nnx.jit][1]
+
+
 def test_the_recipe_trains():
     """200 steps in float16 with the program of the page, and in float32 with plain nnx."""
     page = recipe()

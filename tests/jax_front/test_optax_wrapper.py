@@ -109,8 +109,11 @@ def test_a_new_state_can_be_donated():
 
 
 def test_the_flag_of_value_and_grad_is_used():
+    """optax's own optimizers take the flag and ignore it, as docs/jax.md says."""
     optimizer = skip_nonfinite(optax.adam(0.1))
     params = {"w": jnp.ones(3)}
+    ignored, _ = optax.adam(0.1).update({"w": jnp.full(3, jnp.nan)}, optax.adam(0.1).init(params), finite=False)
+    assert np.isnan(ignored["w"]).all()
     out = value_and_grad(lambda p: jnp.sum(p["w"]))(LossScale.dynamic(), params)
     update = jax.jit(optimizer.update)
     updates, state = update(out.grads, optimizer.init(params), params, finite=jnp.asarray(False))
