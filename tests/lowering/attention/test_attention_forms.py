@@ -1,4 +1,7 @@
-"""Attention forms: results against float64, choice of the form, growth of memory."""
+"""Attention: forms' results against float64, choice of the form, growth of memory, programs of torch's operation.
+
+Through autograd it is tested in tests/lazy/ops/test_composites.py.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ import numpy as np
 import pytest
 import targets
 import torch
+from harness import lowering_of, sample, to_array
 
 import xla_amp
+from xla_amp import hardware
 from xla_amp.errors import KernelWarning
 from xla_amp.lowering import forms
 from xla_amp.lowering.attention import blocked, cudnn, full_matrix, sdpa, splash
@@ -324,6 +329,44 @@ def test_a_refused_kernel_is_replaced_with_one_warning(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.nn.functional.scaled_dot_product_attention(*moved, scale=0.5).cpu()
+
+
+# -- programs of the operation -----------------------------------------------------------------------------------------
+
+FORWARD = "_scaled_dot_product_fused_attention_overrideable"
+B, H, L, S, D = 2, 4, 6, 7, 8
+
+
+def both_passes(dtype: torch.dtype) -> jax.stages.Lowered:
+    """A program of a causal call of torch's operation and its gradient."""
+
+    def step(*arrays: Any) -> Any:
+        options = {"platform": "cpu"}
+        forward = lowering_of(FORWARD).function(*arrays, None, 0.0, True, False, **options)
+        saved = (forward[0].astype(arrays[0].dtype), forward[1], None, None, L, S, 0.0, True, None, None)
+        return lowering_of(f"{FORWARD}_backward").function(saved[0], *arrays, None, [True] * 4, *saved, **options)
+
+    shapes = ((B, H, L, D), (B, H, S, D), (B, H, S, 5))
+    arrays = [to_array(sample(*shape, dtype=dtype, seed=i)) for i, shape in enumerate(shapes)]
+    return jax.jit(step).lower(*arrays)
+
+
+@pytest.mark.parametrize("has_units", [True, False])
+def test_a_bf16_product_widens_its_operands_only_for_a_cpu_without_units(
+    has_units: bool, monkeypatch: pytest.MonkeyPatch
+):
+    flags = frozenset({"avx512_bf16"} if has_units else ())
+    monkeypatch.setattr(hardware, "processor", lambda: hardware.Processor("a CPU", 2, flags))
+    products = [line for line in both_passes(torch.bfloat16).as_text().splitlines() if "dot_general" in line]
+    assert len(products) == 7  # two forward, five backward; one of those recomputes a forward product
+    low = [line.rsplit(" : ", 1)[1].count("bf16") for line in products]
+    assert low.count(2) == (7 if has_units else 2)  # the two weight-like gradients contract rows of both operands
+    assert low.count(0) == 7 - low.count(2)
+
+
+def test_a_program_of_both_passes_computes_the_scores_once():
+    compiled = both_passes(torch.float32).compile().as_text()
+    assert sum(" exponential(" in line for line in compiled.splitlines()) == 1
 
 
 # -- which form a call gets -------------------------------------------------------------------------------------------

@@ -33,9 +33,11 @@ def operands(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
     return [sample(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(ROWS[name])]
 
 
-@together("name", ROWS)
-def test_a_product_is_rounded_once(name: str) -> None:
-    check(name, *operands(name, BF16), beta=0.5, alpha=2.0, wide=True)
+@together("platform", ["cpu", "gpu"])
+def test_a_product_is_rounded_once(platform: str) -> None:
+    for name in ROWS if platform == "cpu" else [name for name in ROWS if name != "addr"]:  # torch composes it
+        check(name, *operands(name, BF16), beta=0.5, alpha=2.0, wide=True, platform=platform)
+    check("addmm", sample(3, dtype=BF16), *operands("addmm", BF16)[1:], wide=True, platform=platform)
 
 
 def test_a_product_of_bytes_is_exact() -> None:
@@ -64,12 +66,6 @@ def test_bias_is_added_before_the_one_rounding() -> None:
     twice_rounded = (left @ right) + torch.tensor([[2.0**-9]], dtype=BF16)
     once_rounded = (left.double() @ right.double() + 2.0**-9).to(BF16)
     assert twice_rounded.item() != once_rounded.item()
-
-
-@pytest.mark.parametrize(("name", "shapes"), [(name, ROWS[name]) for name in ("addmm", "addmv", "baddbmm", "addbmm")])
-def test_a_gpus_product_is_rounded_once_too(name: str, shapes: tuple[tuple[int, ...], ...]) -> None:
-    check(name, *operands(name, BF16), beta=0.5, alpha=2.0, wide=True, platform="gpu")
-    check("addmm", sample(3, dtype=BF16), sample(5, 7, dtype=BF16), sample(7, 3, dtype=BF16), wide=True, platform="gpu")
 
 
 def test_the_bias_of_a_large_product_is_added_in_its_dtype_on_gpu() -> None:

@@ -1,7 +1,7 @@
-"""Reductions, sorting and searching against PyTorch on the CPU: NaN, nothing, other dtypes and rare overloads.
+"""Reductions, orders, Fourier transforms against PyTorch on the CPU: NaN, nothing, other dtypes, rare overloads.
 
 Ordinary calls are those of torch's operator database (tests/lazy/op_db), numbers without dimensions those of
-tests/lazy/ops/test_zero_dim.py.
+tests/lazy/ops/test_numbers.py.
 """
 
 from __future__ import annotations
@@ -100,3 +100,16 @@ def test_positions_are_those_of_the_values(name, arguments):
     values, positions = run(name, x, *arguments)
     assert torch.equal(x.gather(1, positions), values)
     assert all(len(set(row.tolist())) == positions.shape[1] for row in positions)
+
+
+def test_a_fourier_transform_to_an_odd_size():
+    # the first coefficient of a real signal has no imaginary part; its value is not read
+    for dim in ([1], [2, 0]):
+        shape = [3 if axis == dim[-1] else 4 for axis in range(3)]
+        check("_fft_c2r", sample(*shape, dtype=torch.complex128), dim, 1, 5)
+
+
+def test_a_fourier_transform_of_nothing():
+    check("_fft_c2c", sample(3, dtype=torch.complex64), [], 2, True)
+    none = torch.empty(0, 4, dtype=torch.complex64)  # torch's own library refuses it on the CPU
+    assert run("_fft_c2c", none, [1], 2, True)[0].shape == none.shape

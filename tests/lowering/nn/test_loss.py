@@ -1,4 +1,4 @@
-"""Losses and their gradients against torch on the CPU: bends, ignored classes, sums of half types.
+"""Losses and their gradients against torch on the CPU: bends, ignored classes, half types, targets that do not fit.
 
 Ordinary calls are those of torch's operator database (tests/lazy/op_db).
 """
@@ -9,7 +9,7 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-from harness import assert_same, check, check_rows, row, sample, together
+from harness import assert_same, check, check_rows, row, run, sample, together
 
 NONE, MEAN, SUM = range(3)
 
@@ -84,3 +84,41 @@ def test_halves_are_summed_in_float32() -> None:
     ones = torch.ones(4096, dtype=torch.bfloat16)
     check("mse_loss", ones, torch.zeros_like(ones), SUM, wide=True, rtol=0, atol=0)
     assert sum([torch.ones((), dtype=torch.bfloat16)] * 4096).item() == 256
+
+
+LENGTHS = ([8, 6, 3, 8], [3, 2, 0, 4])
+REPEATED = torch.tensor([[1, 1, 2, 0], [3, 2, 0, 0], [0, 0, 0, 0], [4, 4, 4, 1]])
+
+
+def ctc(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    log_probs = sample(8, 4, 5, dtype=dtype).log_softmax(-1)
+    return log_probs, REPEATED, *map(torch.tensor, LENGTHS)
+
+
+def test_ctc_of_half_types_is_computed_in_float32():
+    """The loss and the gradient are float32's of the same probabilities, rounded."""
+    half = torch.bfloat16
+    log_probs, targets, *lengths = ctc(torch.float32)
+    log_probs, grad = log_probs.to(half), sample(4, dtype=torch.float32).to(half)
+    loss, alpha = torch.ops.aten._ctc_loss(log_probs.float(), targets, *LENGTHS)
+    exact = torch.ops.aten._ctc_loss_backward(grad.float(), log_probs.float(), targets, *LENGTHS, loss, alpha, 0)
+    low, low_alpha = run("_ctc_loss.Tensor", log_probs, targets, *lengths)
+    arguments = (grad, log_probs, targets, *lengths, low, low_alpha, 0)
+    (got,) = run("_ctc_loss_backward.Tensor", *arguments)
+    eps = torch.finfo(half).eps
+    torch.testing.assert_close(low, loss.to(half), rtol=eps, atol=eps)
+    torch.testing.assert_close(got, exact.to(half), rtol=eps, atol=eps)
+
+
+@together("zero_infinity", [False, True])
+def test_ctc_of_targets_that_do_not_fit(zero_infinity):
+    log_probs, targets, _, target_lengths = ctc(torch.float64)
+    short = torch.tensor([2, 6, 3, 6])  # 3 labels in 2 steps; 4 labels of which 3 are equal in 6
+    check("_ctc_loss.Tensor", log_probs, targets, short, target_lengths, skip=[1])
+    loss, alpha = torch.ops.aten._ctc_loss(log_probs, targets, short.tolist(), LENGTHS[1])
+    assert loss.isinf().tolist() == [True, False, False, False]
+    for sequence, steps in enumerate(short):
+        alpha[sequence, steps:] = -torch.inf
+        alpha[sequence, :, 2 * LENGTHS[1][sequence] + 1 :] = -torch.inf
+    grad = sample(4, dtype=torch.float64)
+    check("_ctc_loss_backward.Tensor", grad, log_probs, targets, short, target_lengths, loss, alpha, 0, zero_infinity)
