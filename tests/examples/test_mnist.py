@@ -19,10 +19,6 @@ from source_tree import ROOT
 EXAMPLE = ROOT / "examples" / "mnist.py"
 
 
-def run(*flags: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
-    return example_runs.run("mnist", *flags, ok=ok)
-
-
 def results(*flags: str) -> dict[str, object]:
     return example_runs.results("mnist", *flags)
 
