@@ -209,19 +209,6 @@ def averaged(p, teacher, x, held_out):
     return teacher, network(teacher, held_out)
 
 
-@pytest.mark.parametrize(
-    ("function", "args"),
-    [
-        (guided, (NETWORK, NETWORK, array(6, 8))),
-        (validated, (NETWORK, array(6, 8), array(7, 8), array(7, 6))),
-        (averaged, (NETWORK, NETWORK, array(6, 8), array(7, 8))),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_a_network_that_runs_after_a_gradient_is_low(function, args):
-    assert contractions(autocast(function), *args)[WIDE] == 0
-
-
 def projected(w, m, projection, x):
     gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
     m = 0.9 * m + projection.T @ gradient
@@ -239,18 +226,24 @@ def power_iteration(w, factor, basis, x):
     return w - 0.1 * basis @ gradient, factor, jnp.linalg.qr(factor @ basis)[0]
 
 
+AFTER_A_GRADIENT = [
+    (guided, (NETWORK, NETWORK, array(6, 8)), 0),
+    (validated, (NETWORK, array(6, 8), array(7, 8), array(7, 6)), 0),
+    (averaged, (NETWORK, NETWORK, array(6, 8), array(7, 8)), 0),
+    (projected, (array(8, 6), array(5, 6), array(8, 5), array(6, 8)), 2),
+    (preconditioned, (array(8, 6), array(8, 8), array(6, 8)), 1),
+    (power_iteration, (array(8, 6), array(8, 8), array(8, 8), array(6, 8)), 3),
+]
+"""Functions, their arguments, and how many products make new weights: those are the optimizer's."""
+
+
 @pytest.mark.parametrize(
-    ("function", "args", "own"),
-    [
-        (projected, (array(8, 6), array(5, 6), array(8, 5), array(6, 8)), 2),
-        (preconditioned, (array(8, 6), array(8, 8), array(6, 8)), 1),
-        (power_iteration, (array(8, 6), array(8, 8), array(8, 8), array(6, 8)), 3),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ("function", "args", "own"), AFTER_A_GRADIENT, ids=lambda value: getattr(value, "__name__", "")
 )
-def test_products_that_make_new_weights_are_the_optimizers(function, args, own):
+def test_products_after_a_gradient_are_low_but_for_those_that_make_new_weights(function, args, own):
     found = contractions(autocast(function), *args)
-    assert (found[LOW], found[WIDE]) == (2, own)
+    assert found[WIDE] == own
+    assert found[LOW] == 2 or not own
 
 
 # Constants and arrays beside a low value.

@@ -81,11 +81,6 @@ def same(device, around, inside=contextlib.nullcontext, backward=None, reentrant
     return wanted["first"][0]
 
 
-def on_platform(expected, low):
-    """`expected` with the platform's low dtype in the place of LOW."""
-    return tuple(low if dtype is LOW else dtype for dtype in expected)
-
-
 def ruled(device):
     return autocast(device, rules=RULES)
 
@@ -108,44 +103,39 @@ def early():
         yield
 
 
-@pytest.mark.usefixtures("early")
-@both
-@pytest.mark.parametrize(
-    ("around", "expected"),
-    [
-        (ruled, (FULL, LOW, LOW)),
-        (lambda device: autocast(device, rules=OTHER), (LOW, FULL, FULL)),
-        (lambda device: autocast(device, rules={"module:first": "fp32", "tanh": "fp32"}), (FULL, FULL, FULL)),
-        (lambda device: nested(autocast(device, rules=OTHER), autocast(device, rules=RULES)), (FULL, LOW, LOW)),
-        (lambda device: nested(autocast(device, rules=RULES), autocast(device, enabled=False)), (FULL, FULL, FULL)),
-        (lambda device: nested(autocast(device), policy.override(RULES)), (FULL, LOW, LOW)),
-        (lambda device: nested(policy.override(RULES), autocast(device)), (FULL, LOW, LOW)),
-        (lambda device: nested(policy.override(RULES), torch.autocast(device.type)), (FULL, LOW, LOW)),
-    ],
-    ids=["rules", "others", "module", "nested", "off", "override inside", "override outside", "torch.autocast"],
-)
-def test_the_rules_around_it(device, low_of, around, expected, reentrant):
-    found = same(device, lambda: around(device), reentrant=reentrant)
-    assert found == on_platform(expected, low_of(device))
+REGIONS = {
+    "rules": (ruled, None, (FULL, LOW, LOW)),
+    "others": (lambda device: autocast(device, rules=OTHER), None, (LOW, FULL, FULL)),
+    "module": (
+        lambda device: autocast(device, rules={"module:first": "fp32", "tanh": "fp32"}), None, (FULL, FULL, FULL)
+    ),
+    "nested": (lambda device: nested(autocast(device, rules=OTHER), ruled(device)), None, (FULL, LOW, LOW)),
+    "off": (lambda device: nested(ruled(device), autocast(device, enabled=False)), None, (FULL, FULL, FULL)),
+    "override": (lambda device: nested(autocast(device), policy.override(RULES)), None, (FULL, LOW, LOW)),
+    "override outside": (lambda device: nested(policy.override(RULES), autocast(device)), None, (FULL, LOW, LOW)),
+    "torch's": (lambda device: nested(policy.override(RULES), torch.autocast(device.type)), None, (FULL, LOW, LOW)),
+    "rules inside": (ruled, lambda device: autocast(device, rules=OTHER), (LOW, FULL, FULL)),
+    "off inside": (ruled, lambda device: autocast(device, enabled=False), (FULL, FULL, FULL)),
+    "torch's inside": (ruled, lambda device: torch.autocast(device.type), (FULL, LOW, LOW)),
+    "override inside": (ruled, lambda device: policy.override(OTHER), (FULL, LOW, LOW)),  # the region's own rules win
+    "override of a region inside": (
+        ruled, lambda device: nested(policy.override(OTHER), autocast(device)), (LOW, FULL, FULL)
+    ),
+    "a region inside follows an override": (
+        lambda device: nested(autocast(device), policy.override(RULES)), autocast, (FULL, LOW, LOW)
+    ),
+}  # fmt: skip
+"""Regions around the whole and inside of what is checkpointed, and the dtypes that its block sees."""
 
 
 @pytest.mark.usefixtures("early")
 @both
-@pytest.mark.parametrize(
-    ("around", "inside", "expected"),
-    [
-        (ruled, lambda device: autocast(device, rules=OTHER), (LOW, FULL, FULL)),
-        (ruled, lambda device: autocast(device, enabled=False), (FULL, FULL, FULL)),
-        (ruled, lambda device: torch.autocast(device.type), (FULL, LOW, LOW)),
-        (ruled, lambda device: policy.override(OTHER), (FULL, LOW, LOW)),  # the region's own rules win
-        (ruled, lambda device: nested(policy.override(OTHER), autocast(device)), (LOW, FULL, FULL)),
-        (lambda device: nested(autocast(device), policy.override(RULES)), autocast, (FULL, LOW, LOW)),
-    ],
-    ids=["rules", "off", "torch.autocast", "override", "override of a region", "a region follows an override"],
-)
-def test_regions_inside_of_it(device, low_of, around, inside, expected, reentrant):
-    found = same(device, lambda: around(device), lambda: inside(device), reentrant=reentrant)
-    assert found == on_platform(expected, low_of(device))
+@pytest.mark.parametrize("name", REGIONS)
+def test_regions_around_and_inside_of_it(device, low_of, name, reentrant):
+    around, inside, expected = REGIONS[name]
+    inner = contextlib.nullcontext if inside is None else lambda: inside(device)
+    found = same(device, lambda: around(device), inner, reentrant=reentrant)
+    assert found == tuple(low_of(device) if dtype is LOW else dtype for dtype in expected)
 
 
 @pytest.mark.usefixtures("early")
@@ -198,7 +188,7 @@ def test_a_second_pass_that_raises_restores_the_rules(device):
         assert torch.tanh(x).dtype is FULL
     assert regions.current(device.type) is None
     # The kernels that the failed pass holds are released by the next one.
-    same(device, lambda: autocast(device, rules=RULES))
+    same(device, lambda: ruled(device))
 
 
 def test_what_is_saved_is_released_with_the_graph():
