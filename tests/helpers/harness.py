@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,9 +42,6 @@ TOLERANCE: dict[torch.dtype, float] = {
 """Relative and absolute: one unit in the last place of the half types (both sides round once), a few of float32.
 A value computed in the half type itself, or a float64 value that went through float32, fails."""
 
-COMPILED = "/jax/core/compile/backend_compile_duration"
-TRACED = "/jax/core/compile/jaxpr_trace_duration"
-
 TORCH = Version(torch.__version__).base_version
 OLD = Version(TORCH) < Version("2.13")
 """Whether torch is older than the pinned version."""
@@ -69,21 +66,6 @@ def assert_same(program: Callable[[str], Any], *, rtol: float = 0.0, atol: float
 
 def _read(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu()
-
-
-@contextlib.contextmanager
-def jax_events() -> Iterator[list[str]]:
-    """Names of the timed events that JAX reports meanwhile."""
-    seen: list[str] = []
-
-    def listen(event: str, duration: float, **_: Any) -> None:
-        seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def replaying(function: Callable[..., Any], *args: Any) -> Any:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from calls import COMPILED, jax_events
 from equinox.internal import while_loop
 from jax import lax
 from jax.custom_derivatives import linear_call
@@ -157,19 +158,10 @@ def test_a_kernel_runs_as_it_was_written(loss, dtype):
     assert 0 < distance(found, loss(W)) < 2e-2
 
 
-def compilations(calls):
-    found = []
-
-    def listen(name, *_, **__):
-        if name.endswith("backend_compile_duration"):
-            found.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        calls()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    return len(found)
+def compilations(function):
+    with jax_events() as events:
+        function()
+    return events.count(COMPILED)
 
 
 def test_python_numbers_compile_nothing_new():

@@ -9,7 +9,7 @@ import calls
 import jax
 import pytest
 import torch
-from harness import COMPILED, TRACED, jax_events
+from calls import COMPILED, TRACED, jax_events
 from torch import nn
 
 import xla_amp
