@@ -105,28 +105,31 @@ _servers: dict[tuple[tuple[str, str], ...], subprocess.Popen[str]] = {}
 def run(
     *arguments: str | Path,
     program: str | None = None,
-    environment: Mapping[str, str] | None = None,
+    status: int | None = 0,
     timeout: float = 280,
     copies: bool = False,
     whole_end: bool = False,
-    warnings: Literal["default", "error", "ignore"] = "default",
+    warnings: Literal["always", "default", "error", "ignore"] = "default",
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """What ``python SCRIPT ARGUMENT...`` does or, with a program, ``python -c PROGRAM ARGUMENT...``.
 
     Args:
         arguments: as after ``python``; those of a program do not begin with ``-c``.
         program: Python source.
-        environment: of the copy, otherwise that of this process.
+        status: with which it must end; None for any.
         timeout: in seconds.
         copies: whether the processes that `xla_amp.launch` starts are copies, too, instead of new interpreters.
         whole_end: whether the interpreter frees all that it has, as at the end of ``python``; otherwise it ends after
             its threads and what ``atexit`` knows.
         warnings: what is done with them, ``-W``.
+        **variables: of the copy's environment, beside those of this process.
 
     Raises:
         subprocess.TimeoutExpired: the program has not ended by then; it is killed.
+        AssertionError: it has ended with another status; with what it wrote to standard error.
     """
-    environment = dict(os.environ if environment is None else environment)
+    environment = {**os.environ, **variables}
     given = [str(argument) for argument in arguments]
     words = given if program is None else ["-c", *given]
     server = _server(environment)
@@ -143,7 +146,9 @@ def run(
             raise subprocess.TimeoutExpired(words, timeout)
         line = server.stdout.readline()
         assert line, "the process that programs are copies of has ended"
-        return subprocess.CompletedProcess(words, int(line), _text(out), _text(err))
+        done = subprocess.CompletedProcess(words, int(line), _text(out), _text(err))
+        assert status in (None, done.returncode), done.stderr
+        return done
 
 
 def _text(path: Path) -> str:

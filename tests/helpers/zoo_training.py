@@ -10,6 +10,7 @@ import torch
 from zoo import Row
 
 import xla_amp
+from xla_amp.testing import counts
 
 STEPS = 5
 WARMUP = 1
@@ -50,29 +51,28 @@ def train(row: Row, device: Any, low: bool, policy: str | None = None) -> Run:
     if lazy:
         xla_amp.sync()
     losses = []
-    before: dict[str, int] = {}
-    start = xla_amp.metrics()
-    for step in range(STEPS):
-        if step == WARMUP:
-            before = xla_amp.metrics()
-        optimizer.zero_grad()
-        with _region(device, low, policy):
-            loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-        if lazy:
-            xla_amp.sync()
+    with counts() as whole:
+        for step in range(STEPS):
+            if step == WARMUP:
+                before = whole()
+            optimizer.zero_grad()
+            with _region(device, low, policy):
+                loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            if lazy:
+                xla_amp.sync()
     if not lazy:
         return Run(losses=[loss.item() for loss in losses])
-    after = xla_amp.metrics()
+    steady = {name: (whole()[name] - before[name]) / (STEPS - WARMUP) for name in before}
     return Run(
         losses=torch.stack(losses).tolist(),
-        executables=(after["executions"] - before["executions"]) / (STEPS - WARMUP),
-        host_syncs=(after["host_syncs"] - before["host_syncs"]) / (STEPS - WARMUP),
-        host_values=(after["host_values"] - before["host_values"]) / (STEPS - WARMUP),
-        compilations=after["compilations"] - start["compilations"],
-        fallbacks=after["fallbacks"] - start["fallbacks"],
+        executables=steady["executions"],
+        host_syncs=steady["host_syncs"],
+        host_values=steady["host_values"],
+        compilations=whole.compilations,
+        fallbacks=whole.fallbacks,
     )
 
 

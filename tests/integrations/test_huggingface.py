@@ -438,16 +438,10 @@ class Looks(TrainerCallback):
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"callbacks": [Looks()]}, "Looks.on_pre_optimizer_step runs inside of the step"),
-    ],
-)
-def test_what_prevents_a_capture_is_named(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_what_prevents_a_capture_is_named(tmp_path: Path) -> None:
     ours.enable(capture=True)
-    with pytest.warns(xla_amp.errors.XlaAmpWarning, match=reason):
-        trainer(net(), tmp_path, bf16=True, **options).train()
+    with pytest.warns(xla_amp.errors.XlaAmpWarning, match="Looks.on_pre_optimizer_step runs inside of the step"):
+        trainer(net(), tmp_path, bf16=True, callbacks=[Looks()]).train()
 
 
 def test_a_step_of_accelerate_is_captured() -> None:
@@ -597,9 +591,7 @@ print(*(each.message for each in caught))
 
 @pytest.mark.full
 def test_without_enable_nothing_is_different_and_a_device_that_was_chosen_before_is_told() -> None:
-    done = forked.run(program=NOT_ENABLED)
-    assert done.returncode == 0, done.stderr
-    devices, said = done.stdout.splitlines()
+    devices, said = forked.run(program=NOT_ENABLED).stdout.splitlines()
     assert devices == "cpu cpu"
     assert "before the first Accelerator" in said
 

@@ -201,8 +201,7 @@ def run(folder: Path, *pages: str, devices: int = 1) -> str:
         (folder / name).write_text(RULES)
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     given = {page: [SETUPS[page], blocks(page)] for page in pages}
-    done = forked.run(json.dumps(given), folder, program=PROGRAM, environment={**os.environ, "XLA_FLAGS": flags})
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = forked.run(json.dumps(given), folder, program=PROGRAM, XLA_FLAGS=flags)
     printed = re.split(r"^ran .+\n", done.stdout, flags=re.MULTILINE)
     for page, text in zip(pages, printed[:-1], strict=True):
         if page in PROSE:
@@ -222,7 +221,6 @@ def test_a_whole_program_runs_as_printed(program):
         program += "seen = xla_amp.metrics()\nassert (seen['executions'], seen['host_syncs']) == (100, 1), seen\n"
         program += "assert step.replays > 90, step.reasons\n"
     done = forked.run(program=program, warnings="error")
-    assert done.returncode == 0, done.stderr
     assert ("print(" in program) == bool(done.stdout)
 
 

@@ -33,11 +33,11 @@ OVERFLOWS = (2, 5)
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
-def model_and_optimizer() -> tuple[Any, Callable[[], torch.optim.Optimizer]]:
-    """A GPT-2 of transformers with dropout, and an optimizer for it."""
+def gpt2(words: int = WORDS) -> Any:
+    """A GPT-2 of transformers with dropout and a plan."""
     logging.set_verbosity_error()
     config = GPT2Config(
-        n_layer=1, n_embd=64, n_head=4, vocab_size=WORDS, n_positions=TOKENS, bos_token_id=0, eos_token_id=0
+        n_layer=1, n_embd=64, n_head=4, vocab_size=words, n_positions=TOKENS, bos_token_id=0, eos_token_id=0
     )
     model = GPT2LMHeadModel(config).train()
     model.tp_plan = {
@@ -45,17 +45,17 @@ def model_and_optimizer() -> tuple[Any, Callable[[], torch.optim.Optimizer]]:
         **{f"transformer.h.*.{name}": "colwise" for name in ("attn.c_attn", "mlp.c_fc")},
         **{f"transformer.h.*.{name}": "rowwise" for name in ("attn.c_proj", "mlp.c_proj")},
     }
-    return model, lambda: xla_amp.syncfree.AdamW(model.parameters(), lr=1e-3)
+    return model
 
 
 def made(device: torch.device, mesh: Any, recipe: str, seed: int) -> tuple[dict[str, Any], Any]:
     """What is trained, and the layout of its batches."""
     torch.manual_seed(seed)
-    model, make = model_and_optimizer()
+    model = gpt2()
     layout = xla_amp.shard(model, mesh, recipe) if mesh else None
-    model.to(device)
+    optimizer = xla_amp.syncfree.AdamW(model.to(device).parameters(), lr=1e-3)
     scaler = xla_amp.GradScaler(device, init_scale=2.0**10)
-    return {"model": model, "optimizer": make(), "scaler": scaler}, layout
+    return {"model": model, "optimizer": optimizer, "scaler": scaler}, layout
 
 
 def train(

@@ -14,6 +14,7 @@ import xla_amp
 from xla_amp import xla_model as xm
 from xla_amp.errors import XlaAmpError
 from xla_amp.lazy.programs import execute
+from xla_amp.testing import counts
 
 STEPS = 24
 
@@ -36,24 +37,23 @@ def train(rank, world, overflow):
         if bad and where == rank:
             x[0, 0] = float("inf")
         xla_amp.sync()
-        before = xla_amp.metrics()
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        if overflow != "unreduced":
-            xm.reduce_gradients(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(xm.all_reduce(xm.REDUCE_SUM, loss.detach(), scale=1 / world))
-        xla_amp.sync()
-        after = xla_amp.metrics()
+        with counts() as steady:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            if overflow != "unreduced":
+                xm.reduce_gradients(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(xm.all_reduce(xm.REDUCE_SUM, loss.detach(), scale=1 / world))
+            xla_amp.sync()
     return {
         "losses": torch.stack(losses).tolist(),
         "weights": [p.detach().cpu().numpy().tobytes().hex() for p in model.parameters()],
         "sum": sum(p.detach().double().sum().item() for p in model.parameters()),
         "scale": scaler.get_scale(),
         "skipped": int(scaler.skipped_steps()),
-        "steady": {key: after[key] - before[key] for key in ("executions", "compilations", "host_syncs")},
+        "steady": [steady.executions, steady.compilations, steady.host_syncs],
         "ordinal": [xm.get_ordinal(), xm.xrt_world_size()],
         "met": [part.decode() for part in xm.rendezvous("end", str(rank).encode())],
         "listening": listening(),
@@ -62,6 +62,7 @@ def train(rank, world, overflow):
 
 
 GROUPS = [[0, 1], [2, 3]]
+SENT = torch.float32, torch.bfloat16, torch.int64, torch.bool
 
 
 def own(rank, dtype=torch.float32):
@@ -85,15 +86,14 @@ def collect(rank, world):
         "reduce_scatter": xm.reduce_scatter(xm.REDUCE_SUM, x, 0.5, 0, world),
         "reduce_scatter max grouped": xm.reduce_scatter(xm.REDUCE_MAX, x, 1.0, -1, 2, groups),
     }
-    sent = [own(rank, dtype).to(device) for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool)]
+    sent = [own(rank, dtype).to(device) for dtype in SENT]
     sent.append(torch.full((2,), -0.0 if rank == 1 else 1.0).to(device))  # -0.0 arrives with its sign
     xm.collective_broadcast(sent, root_ordinal=1)
     xla_amp.sync()
-    before = xla_amp.metrics()
-    result = {name: value.tolist() for name, value in each.items()}
-    result["collective_broadcast"] = [str(value.cpu().tolist()) for value in sent]
-    after = xla_amp.metrics()
-    result["programs"] = after["executions"] - before["executions"]
+    with counts() as reading:
+        result = {name: value.tolist() for name, value in each.items()}
+        result["collective_broadcast"] = [str(value.cpu().tolist()) for value in sent]
+    result["programs"] = reading.executions
     torch.manual_seed(rank)
     model = nn.BatchNorm1d(3).to(device)
     nn.init.normal_(model.weight)

@@ -100,7 +100,7 @@ def test_a_file_is_replaced_when_the_new_one_is_complete(tmp_path):
 
 def ended(folder, end):
     program = Path(__file__).with_name("checkpoint_program.py")
-    return forked.run(program, folder, end)
+    return forked.run(program, folder, end, status=None)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ PROGRAM = Path(__file__).with_name("disagree_program.py")
 def run(seconds, *cases):
     """(exit status, seconds, text) of both processes, by case."""
     with tempfile.TemporaryDirectory() as folder:
-        done = forked.run(PROGRAM, folder, str(seconds), *cases)
-        assert done.returncode == 0, done.stderr
+        forked.run(PROGRAM, folder, str(seconds), *cases)
         codes = json.loads(Path(folder, "codes.json").read_text())
         return {
             case: [(*codes[f"{case}-{rank}"], Path(folder, f"{case}-{rank}").read_text()) for rank in range(2)]

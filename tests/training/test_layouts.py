@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from global_mesh_program import gpt2
 from jax.sharding import AbstractMesh, Mesh
 
 import xla_amp
@@ -12,19 +13,6 @@ from xla_amp.errors import DeviceError
 from xla_amp.lazy.layouts import recipes
 
 DATA, SQUARE = AbstractMesh((4,), ("data",)), AbstractMesh((4, 2), ("data", "model"))
-
-
-def gpt2(words=128):
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_layer=1, n_embd=64, n_head=4, vocab_size=words, n_positions=32, bos_token_id=0)
-    )
-    outputs, inputs = ("attn.c_attn", "mlp.c_fc"), ("attn.c_proj", "mlp.c_proj")
-    model.tp_plan = {
-        "transformer.wte": "embedding_rowwise",
-        **{f"transformer.h.*.{name}": "colwise" for name in outputs},
-        **{f"transformer.h.*.{name}": "rowwise" for name in inputs},
-    }
-    return model
 
 
 def specs(model, mesh, recipe):
@@ -37,7 +25,7 @@ def short(found):
 
 
 def test_fsdp_splits_the_longest_dimension_that_divides():
-    found = short(specs(gpt2(), DATA, "fsdp"))
+    found = short(specs(gpt2(128), DATA, "fsdp"))
     assert found["wte.weight"] == (None, "data")  # a lookup then sends its rows only to the device that asks
     assert found["mlp.c_fc.weight"] == (None, "data")
     assert found["mlp.c_proj.weight"] == ("data", None)
@@ -52,13 +40,13 @@ def test_a_vocabulary_that_does_not_divide_is_split_along_the_other_dimension():
 
 def test_tensor_parallel_by_a_plan():
     """The weights of transformers' Conv1D are (inputs, outputs)."""
-    found = short(specs(gpt2(), SQUARE, "tp"))
+    found = short(specs(gpt2(128), SQUARE, "tp"))
     assert found["wte.weight"] == ("model", None)
     assert found["attn.c_attn.weight"] == found["mlp.c_fc.weight"] == (None, "model")
     assert found["attn.c_attn.bias"] == found["mlp.c_fc.bias"] == ("model",)
     assert found["attn.c_proj.weight"] == found["mlp.c_proj.weight"] == ("model", None)
     assert found["attn.c_proj.bias"] == found["ln_f.weight"] == (None,)
-    both = short(specs(gpt2(), SQUARE, "fsdp+tp"))
+    both = short(specs(gpt2(128), SQUARE, "fsdp+tp"))
     assert both["mlp.c_fc.weight"] == ("data", "model")
     assert both["mlp.c_proj.weight"] == ("model", "data")
 
@@ -85,7 +73,7 @@ def test_a_plan_of_a_module_of_torch():
 
 def test_sequence_splits_over_both_axes():
     mesh = AbstractMesh((2, 2), ("data", "sequence"))
-    assert specs(gpt2(), mesh, "sequence")["transformer.wte.weight"].spec == (None, ("data", "sequence"))
+    assert specs(gpt2(128), mesh, "sequence")["transformer.wte.weight"].spec == (None, ("data", "sequence"))
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Arguments that torch's kernels refuse and its meta kernels accept are refused on the lazy device too."""
+"""Arguments that torch's kernels refuse and its meta kernels accept, and indices: refused on the lazy device, too."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from harness import assert_same
 from torch import nn
 
 import xla_amp
+from xla_amp.testing import counts as counted
 
 LOW = torch.bfloat16
 
@@ -216,3 +217,93 @@ def test_a_result_is_converted_to_the_dtype_of_out(device: torch.device) -> None
     out = torch.empty(3, dtype=torch.float64, device=device)
     torch.add(torch.arange(3).to(device), 1, out=out)
     assert out.tolist() == [1, 2, 3]
+
+
+# -- indices out of range: those that were uploaded are refused, those that the device computed are not looked at ------
+
+CASES: dict[str, Callable[[Any, Any], Any]] = {
+    "cross_entropy": lambda x, i: F.cross_entropy(x.T, i),
+    "embedding": lambda x, i: F.embedding(i, x),
+    "embedding_bag": lambda x, i: F.embedding_bag(i, x, i.new_zeros(1)),
+    "gather": lambda x, i: x.gather(0, i[None]),
+    "index_add": lambda x, i: x.index_add(0, i, x[:3]),
+    "index_copy": lambda x, i: x.clone().index_copy_(0, i, x[:3]),
+    "index_reduce": lambda x, i: x.index_reduce(0, i, x[:3], "amax"),
+    "index_select": lambda x, i: x.index_select(0, i),
+    "multi_margin": lambda x, i: F.multi_margin_loss(x.T, i),
+    "nll_loss2d": lambda x, i: F.nll_loss(x[None, :, None], i[None, None]),
+    "one_hot": lambda x, i: F.one_hot(i, 4),
+    "scatter": lambda x, i: x.scatter(0, i[None], 2.0),
+    "scatter_add": lambda x, i: x.scatter_add(0, i[None], x),
+    "scatter_multiply": lambda x, i: x.scatter(0, i[None], x, reduce="multiply"),
+    "scatter_reduce": lambda x, i: x.clone().scatter_reduce_(0, i[None], x, "amax"),
+    "scatter_src": lambda x, i: x.scatter(0, i[None], x),
+}
+FROM_THE_END: dict[str, Callable[[Any, Any], Any]] = {
+    "index": lambda x, i: x[i],
+    "index_fill": lambda x, i: x.index_fill(0, i, 1.0),
+    "index_put": lambda x, i: x.index_put((i,), x[0]),
+    "put": lambda x, i: x[:, 0].clone().put_(i, x[0]),
+    "set": lambda x, i: x.clone().__setitem__(i, 1.0),
+    "take": lambda x, i: x[:, 0].take(i),
+}
+"""Operations whose negative indices count from the end."""
+
+
+def on_both(call: Callable[[Any, Any], Any], x: torch.Tensor, wrong: torch.Tensor, device: torch.device) -> str:
+    """The message of the error that both devices raise, of one class."""
+    with pytest.raises((IndexError, RuntimeError)) as of_cpu:
+        call(x, wrong)
+    with counted() as counts, pytest.raises(of_cpu.type) as caught:
+        call(x.to(device), wrong.to(device))
+    assert counts.host_syncs == 0
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["last", "first"])
+@pytest.mark.parametrize("name", [*CASES, *FROM_THE_END])
+def test_uploaded_indices_are_refused(device: torch.device, name: str, end: str) -> None:
+    call, least = (CASES[name], 0) if name in CASES else (FROM_THE_END[name], -4)
+    x, bad = torch.arange(12.0).reshape(4, 3), 4 if end == "last" else least - 1
+    good, wrong = torch.tensor([3, least, 1]), torch.tensor([3, least, bad])
+    assert f"from {least} to 3, but got {bad}" in on_both(call, x, wrong, device)
+    if name != "set":
+        torch.testing.assert_close(call(x.to(device), good.to(device)).cpu(), call(x, good))
+
+
+def test_an_index_that_was_used_before_is_checked_again(device: torch.device) -> None:
+    """In one step: the trace has read the index already."""
+    x, index = torch.arange(12.0).reshape(4, 3).to(device), torch.tensor([3, 0]).to(device)
+    kept = x[index]
+    with pytest.raises(IndexError, match="from -3 to 2, but got 3"):
+        x[:, index]
+    with pytest.raises(IndexError, match="from -3 to 2, but got 3"):
+        x[:, torch.tensor([3])]  # an index on the CPU
+    assert kept.tolist() == [[9, 10, 11], [0, 1, 2]]
+
+
+def test_only_the_part_that_is_used_counts(device: torch.device) -> None:
+    x, index = torch.arange(12.0).reshape(4, 3), torch.tensor([9, 3, 0, 1, -7])
+    got = x.to(device).index_select(0, index.to(device)[1:4])
+    assert torch.equal(got.cpu(), x.index_select(0, index[1:4]))
+
+
+@pytest.mark.parametrize("ignored", [-100, 7])
+def test_ignored_targets_pass(device: torch.device, ignored: int) -> None:
+    x, target = torch.arange(12.0).reshape(3, 4).sin(), torch.tensor([3, ignored, 1])
+    got = F.cross_entropy(x.to(device), target.to(device), ignore_index=ignored)
+    torch.testing.assert_close(got.cpu(), F.cross_entropy(x, target, ignore_index=ignored))
+    with pytest.raises(IndexError, match="it is not ignore_index, which is -5"):
+        F.cross_entropy(x.to(device), target.to(device), ignore_index=-5)
+
+
+def test_indices_from_the_device_are_not_looked_at(device: torch.device) -> None:
+    """The twin, and what the page on support says of these: no wait, and no memory of anything else."""
+    x = torch.arange(12.0).reshape(4, 3)
+    index = torch.tensor([3, 0, 4]).to(device) + torch.zeros(3, dtype=torch.int64, device=device)
+    with counted() as counts:
+        read = x.to(device).index_select(0, index)
+        written = torch.zeros(4, 3, device=device).index_add(0, index, torch.ones(3, 3, device=device))
+    assert counts.host_syncs == 0
+    assert torch.equal(read.cpu()[:2], x[[3, 0]])
+    assert written.cpu().sum(1).tolist() == [3, 0, 0, 3]

@@ -47,9 +47,7 @@ def start(*arguments: str | Path, program: str | None = None, **environment: str
     """What a new process prints; its client is a new one, so that it reads XLA's flags."""
     if program is None:
         arguments = PROGRAM, *arguments
-    done = forked.run(*arguments, program=program, environment={**os.environ, **environment})
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(forked.run(*arguments, program=program, **environment).stdout)
     return found
 
 
@@ -166,12 +164,7 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, loose: str) -
     (own if loose == "folder" else own.parent).chmod(0o777)
     with pytest.raises(FileError, match=r"compilation_cache.*other users can write"):
         xla_amp.compilation_cache(own)
-    done = forked.run(
-        program=IS_NAN,
-        environment={**os.environ, "XDG_CACHE_HOME": str(own.parent), "XLA_AMP_CACHE": ""},
-        warnings="always",
-    )
-    assert done.returncode == 0, done.stderr
+    done = forked.run(program=IS_NAN, warnings="always", XDG_CACHE_HOME=str(own.parent), XLA_AMP_CACHE="")
     assert done.stderr.count("compiled programs are not stored") == 1
     assert not list(own.iterdir())
 
@@ -216,9 +209,8 @@ def test_the_first_of_two_processes_loads_what_they_run_together(tmp_path: Path,
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"} if sharded else {}
     for run in ("cold", "warm"):
         (tmp_path / run).mkdir()
-        environment = {**os.environ, **flags, "XLA_AMP_CACHE": str(tmp_path / "cache")}
-        done = forked.run(PROGRAM, "together", sharded, tmp_path / run, environment=environment, copies=True)
-        assert done.returncode == 0, done.stderr
+        named = {**flags, "XLA_AMP_CACHE": str(tmp_path / "cache")}
+        forked.run(PROGRAM, "together", sharded, tmp_path / run, copies=True, **named)
         found.append([json.loads((tmp_path / run / f"{rank}.json").read_text()) for rank in range(2)])
     for cold, warm in zip(*found, strict=True):
         assert cold["losses"] == warm["losses"]

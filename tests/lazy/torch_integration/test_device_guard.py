@@ -1,9 +1,10 @@
-"""Hooks that raise during a backward pass: the error reaches the caller as on the CPU, and training goes on."""
+"""Backward passes whose hooks raise, as on the CPU, and those of a process whose first one was on the CPU."""
 
 from __future__ import annotations
 
 import traceback
 
+import forked
 import pytest
 import torch
 
@@ -101,3 +102,36 @@ def test_other_errors_of_a_pass_stay_as_they_are(device):
     assert x.grad.tolist() == [2.0, 2.0, 2.0]
     with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
         (x * 2).backward()
+
+
+PROGRAM = """
+import threading
+import torch
+
+torch.ones(2, requires_grad=True).sum().backward()
+import xla_amp
+
+def work(device):
+    weight = torch.ones(2, 2, device=device, requires_grad=True)
+    (weight @ weight).sum().backward()
+    return weight.grad.tolist()
+
+{start}
+print(work(device))
+for asked in (xla_amp.xla_device, lambda: device):
+    thread = threading.Thread(target=lambda: print(work(asked())))
+    thread.start()
+    thread.join()
+print(work("cpu"))
+"""
+
+
+def test_a_backward_pass_came_first():
+    done = forked.run(program=PROGRAM.format(start="device = xla_amp.xla_device()"))
+    assert done.stdout.splitlines() == [str([[4.0, 4.0], [4.0, 4.0]])] * 4
+
+
+def test_without_our_help_it_fails():
+    # The twin of the test above; when it passes, `backward_threads` can go.
+    done = forked.run(program=PROGRAM.format(start="from xla_amp import lazy; device = lazy.device()"), status=None)
+    assert "device_ready_queues_" in done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 
 import forked
@@ -65,9 +64,8 @@ print(json.dumps(sorted(
 def changed(statement: str) -> set[str]:
     """The attributes of torch that `statement` replaces or adds in a process that has started no device."""
     # Without autoload: `import torch` would register the checkpoint loader before the first snapshot.
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    run = forked.run(program=PROGRAM.replace("CHANGE", statement), environment=environment)
-    assert run.returncode == 0, run.stderr
+    variables = {"JAX_PLATFORMS": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    run = forked.run(program=PROGRAM.replace("CHANGE", statement), **variables)
     return set(json.loads(run.stdout.splitlines()[-1]))
 
 

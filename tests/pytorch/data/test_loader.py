@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import xla_amp
 from xla_amp import DeviceLoader, pad_batch
+from xla_amp.testing import counts
 
 Batch = namedtuple("Batch", ["x", "y"])
 
@@ -123,11 +124,11 @@ def test_each_batch_ends_the_step():
     xla_amp.xla_device()
     state = torch.zeros(2, device="jax")
     xla_amp.sync()
-    before = xla_amp.metrics()["executions"]
-    for batch in DeviceLoader(numbers(4)):
-        assert batch.device == xla_amp.xla_device()
-        state = state + batch
-    assert xla_amp.metrics()["executions"] - before == 4  # nothing but the recording of each batch
+    with counts() as seen:
+        for batch in DeviceLoader(numbers(4)):
+            assert batch.device == xla_amp.xla_device()
+            state = state + batch
+    assert seen.executions == 4  # nothing but the recording of each batch
     assert state.tolist() == [6.0, 6.0]
 
 
@@ -160,15 +161,15 @@ def test_lengths_of_a_loop_have_a_program_for_each_bucket():
     torch.manual_seed(0)
     table = torch.nn.Embedding(8, 4).to(xla_amp.xla_device())
     xla_amp.sync(wait=True)
-    counts = []
+    programs = []
     for pad in (lambda batch: pad_batch(batch, 32, {"ids": 0}), None):
         loader = DataLoader([{"ids": torch.full((1, n), 7)} for n in range(9, 31, 3)], None, collate_fn=pad)
-        before = xla_amp.metrics()["compilations"]
-        for batch in DeviceLoader(loader):
-            total = table(batch["ids"]).sum()
-        del total
-        counts.append(xla_amp.metrics()["compilations"] - before)
-    assert counts == [2, 8]
+        with counts() as seen:
+            for batch in DeviceLoader(loader):
+                total = table(batch["ids"]).sum()
+            del total
+        programs.append(seen.compilations)
+    assert programs == [2, 8]
 
 
 @pytest.mark.parametrize(

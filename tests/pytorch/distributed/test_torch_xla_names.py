@@ -16,15 +16,12 @@ from source_tree import ROOT
 
 import xla_amp
 from xla_amp import torch_xla
-from xla_amp import torch_xla as met
-from xla_amp import torch_xla as pl
-from xla_amp import torch_xla as test_utils
-from xla_amp import torch_xla as xp
-from xla_amp import torch_xla as xr
-from xla_amp import torch_xla as xs
-from xla_amp import torch_xla as xu
 from xla_amp import xla_model as xm
 from xla_amp.common import torch_xla_names
+from xla_amp.testing import counts
+
+met = pl = test_utils = xp = xr = xs = xu = torch_xla
+"""The names by which scripts import modules of torch_xla."""
 
 
 @pytest.fixture
@@ -112,11 +109,11 @@ def test_compile(device):
     assert [step(x).tolist() for _ in range(4)] == [[2.0] * 3] * 4
     assert step.replays == 2
     assert torch_xla.compile(full_graph=True)(lambda x: x + 1)(x).tolist() == [2.0] * 3
-    before = xla_amp.metrics()["compilations"]
-    for _ in range(3):
-        with torch_xla.compile():
-            x = x * 3 + 1
-    assert xla_amp.metrics()["compilations"] == before + 1
+    with counts() as seen:
+        for _ in range(3):
+            with torch_xla.compile():
+                x = x * 3 + 1
+    assert seen.compilations == 1
     with pytest.raises(TypeError, match="a block is recorded"), torch_xla.compile(full_graph=True):
         pass
 
@@ -161,9 +158,7 @@ if __name__ == "__main__":
 
 @pytest.mark.full
 def test_spmd():
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    run = forked.run(program=SPMD, environment=environment)
-    assert run.returncode == 0, run.stderr
+    run = forked.run(program=SPMD, JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=4")
     assert run.stdout.split(maxsplit=1) == ["128.0", "{'data': 2, 'model': 2}\n"]
 
 
@@ -179,9 +174,7 @@ def test_launch_in_this_process():
 def test_launch(tmp_path, count):
     (tmp_path / "program.py").write_text(LAUNCH)
     flags = f"--xla_force_host_platform_device_count={count}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    done = forked.run(tmp_path / "program.py", environment=environment, copies=True)
-    assert done.returncode == 0, done.stderr
+    done = forked.run(tmp_path / "program.py", copies=True, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
     expected = [f"{rank} {rank} {count} hello" for rank in range(count)]
     lines = done.stdout.splitlines()
     assert (sorted(lines[:-1]), lines[-1]) == (expected, "0 0 1 alone")

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import xla_amp
 from xla_amp.errors import StepError
+from xla_amp.testing import counts
 
 
 class Block(nn.Module):
@@ -145,16 +146,12 @@ def test_a_step_is_one_executable_without_a_host_sync(scaled, captured):
     monitor = xla_amp.monitor(model, optimizer, scaler)
     given = [tuple(tensor.to(device) for tensor in pair) for pair in batches(24)]
 
-    def run(pairs):
-        before = xla_amp.metrics()
-        for x, y in pairs:
-            with monitor.step() as running:
-                running.loss = step(x, y)
-        after = xla_amp.metrics()
-        return {name: after[name] - before[name] for name in ("executions", "compilations", "host_syncs")}
-
-    run(given[:12])
-    assert run(given[12:]) == {"executions": 12, "compilations": 0, "host_syncs": 0}
+    for part in (given[:12], given[12:]):
+        with counts() as seen:
+            for x, y in part:
+                with monitor.step() as running:
+                    running.loss = step(x, y)
+    assert (seen.executions, seen.compilations, seen.host_syncs) == (12, 0, 0)
     steps = monitor.read().steps
     monitor.close()
     assert all(record.loss_scale == 1024.0 and not record.skipped for record in steps)
