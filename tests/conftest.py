@@ -245,6 +245,21 @@ def device(request: pytest.FixtureRequest) -> object:
     return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
 
 
+@pytest.fixture(scope="module")
+def compile_for() -> Iterator[Callable[..., object]]:
+    """Compiles a program for hardware that is not here; skips the test where there is no compiler for it."""
+    import targets
+
+    with targets.Compilers() as compilers:
+
+        def compiled(program: str, target: str, options: dict[str, str] | None = None) -> object:
+            if not targets.available(target):
+                pytest.skip(f"the compiler for {target} is not installed")
+            return compilers.compile(program, target, options)
+
+        yield compiled
+
+
 @pytest.fixture(autouse=True)
 def _lines_have_compiled_nothing() -> Iterator[None]:
     """A line of a helper that many tests call is not warned about because of the tests before."""

@@ -19,24 +19,12 @@ def arguments(dtype):
     return [jax.ShapeDtypeStruct((N, N), dtype)] * 2
 
 
-@pytest.fixture(scope="module")
-def compilers():
-    with targets.Compilers() as compilers:
-        yield compilers
-
-
-def needs(target: str) -> None:
-    if not targets.available(target):
-        pytest.skip(f"the compiler for {target} is not installed")
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("target", targets.NAMES)
-def test_a_low_product_stays_low_and_a_wide_one_wide(compilers, target):
+def test_a_low_product_stays_low_and_a_wide_one_wide(compile_for, target):
     """Also on B200, for which XLA widens bfloat16 if its description lacks fields."""
-    needs(target)
     for dtype in (jnp.bfloat16, jnp.float32):
-        compiled = compilers.compile(targets.lower(layer, *arguments(dtype), target=target), target)
+        compiled = compile_for(targets.lower(layer, *arguments(dtype), target=target), target)
         ((left, right, _), count), *rest = compiled.contractions().items()
         assert (left, right, count, rest) == (dtype.dtype.name, dtype.dtype.name, 1, [])
         assert compiled.argument_memory == 2 * N * N * dtype.dtype.itemsize

@@ -13,17 +13,11 @@ OURS = ("autocast(loss)", "autocast(step)")
 
 
 @pytest.fixture(scope="module")
-def compiled():
+def compiled(compile_for):
     steps, weights, x = jax_autocast.steps_of_a_block()
-    with targets.Compilers() as compilers:
-
-        @functools.cache
-        def compile_for(target, name):
-            if not targets.available(target):
-                pytest.skip(f"the compiler for {target} is not installed")
-            return compilers.compile(targets.lower(steps[name], weights, x, target=target), target)
-
-        yield compile_for
+    return functools.cache(
+        lambda target, name: compile_for(targets.lower(steps[name], weights, x, target=target), target)
+    )
 
 
 def test_on_v6e_it_costs_what_the_hand_written_model_costs(compiled):

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import targets
 import torch
 from other_platform import between_kernels, text_for
 from torch import nn
@@ -87,13 +86,10 @@ def trained(device, model, x, steps, **options):
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not targets.available("h100"), reason="no compiler for a GPU here")
-def test_a_gpu_keeps_what_the_policy_made_low_low_between_kernels(device):
+def test_a_gpu_keeps_what_the_policy_made_low_low_between_kernels(device, compile_for):
     trained(device, nn.Sequential(Block(SHAPE[1]), Block(SHAPE[1])), torch.randn(SHAPE), 1)
     text = text_for("gpu")
-    with targets.Compilers() as compilers:
-        wide = compilers.compile(text, "h100")
-        low = compilers.compile(text, "h100", pjrt.compiler_options("gpu"))
+    wide, low = (compile_for(text, "h100", options) for options in (None, pjrt.compiler_options("gpu")))
     # What stays float32 is inside the gradients of batch norm; the stream between the blocks is not.
     assert between_kernels(low.hlo, SHAPE)["f32"] < between_kernels(wide.hlo, SHAPE)["f32"]
     assert low.bytes_accessed < 0.8 * wide.bytes_accessed
@@ -101,8 +97,7 @@ def test_a_gpu_keeps_what_the_policy_made_low_low_between_kernels(device):
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not targets.available("h100"), reason="no compiler for a GPU here")
-def test_a_gpu_writes_the_logits_of_an_odd_vocabulary_once_and_padded(device, monkeypatch):
+def test_a_gpu_writes_the_logits_of_an_odd_vocabulary_once_and_padded(device, monkeypatch, compile_for):
     rows, width, vocabulary = 1024, 512, 50257
     embedding, head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
     head.weight = embedding.weight
@@ -113,10 +108,7 @@ def test_a_gpu_writes_the_logits_of_an_odd_vocabulary_once_and_padded(device, mo
     xla_amp.sync()
     padded = text_for("gpu")
     monkeypatch.setattr(forms, "refused", {"padded": "to compare"})
-    with targets.Compilers() as compilers:
-        ours, plain = (
-            compilers.compile(text, "h100", pjrt.compiler_options("gpu")) for text in (padded, text_for("gpu"))
-        )
+    ours, plain = (compile_for(text, "h100", pjrt.compiler_options("gpu")) for text in (padded, text_for("gpu")))
     assert ours.bytes_accessed <= 1.01 * plain.bytes_accessed
     logits = [
         [between_kernels(each.hlo, (rows, columns))["bf16"] for columns in (vocabulary, 50264)]
@@ -143,8 +135,7 @@ def test_on_a_gpu_a_gradient_is_joined_once_and_a_one_hot_gradient_is_not_summed
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not targets.available("v6e"), reason="no compiler for a TPU here")
-def test_a_tpu_makes_a_normalized_relu_again_and_does_not_keep_it(device):
+def test_a_tpu_makes_a_normalized_relu_again_and_does_not_keep_it(device, compile_for):
     shape = (8, 64, 28, 28)
     first, second = (nn.Conv2d(shape[1], shape[1], 3, padding=1, bias=False) for _ in range(2))
     model = nn.Sequential(first, nn.BatchNorm2d(shape[1]), nn.ReLU(), second).to(device)
@@ -153,17 +144,16 @@ def test_a_tpu_makes_a_normalized_relu_again_and_does_not_keep_it(device):
         loss = model(x).square().mean()
     loss.backward()
     xla_amp.sync()
-    hlo = targets.compile_for(text_for("tpu"), "v6e").hlo
+    hlo = compile_for(text_for("tpu"), "v6e").hlo
     # A fourth in bfloat16 would be the ReLU's result; the one in float32 is the gradient in `x`.
     assert between_kernels(hlo, shape) == {"bf16": 3, "f32": 1}
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not targets.available("v5p"), reason="no compiler for a TPU here")
-def test_a_tpu_copies_no_weight(device):
+def test_a_tpu_copies_no_weight(device, compile_for):
     model = nn.Sequential(nn.Conv2d(256, 256, 1, bias=False), nn.ReLU(), nn.Conv2d(256, 256, 3, bias=False))
     trained(device, model, torch.randn(8, 256, 14, 14), 2, momentum=0.9)
-    hlo = targets.compile_for(text_for("tpu"), "v5p").hlo
+    hlo = compile_for(text_for("tpu"), "v5p").hlo
     entry = hlo[hlo.index("\nENTRY") :]
     assert [line for line in entry.splitlines() if " copy(" in line and "f32[256,256," in line] == []
     assert "f32[256,256,1,1]{0,1,3,2" in entry
@@ -251,13 +241,12 @@ def test_updates_are_in_place(name):
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not targets.available("h100"), reason="no compiler for a GPU here")
 @pytest.mark.parametrize("name", FUSED)
-def test_updates_move_the_least_on_a_gpu(name):
+def test_updates_move_the_least_on_a_gpu(name, compile_for):
     """XLA:CPU has no fusions with several results."""
     make, buffers = FUSED[name]
     steady_step(make)
-    compiled = targets.compile_for(text_for("gpu"), "h100", pjrt.compiler_options("gpu"))
+    compiled = compile_for(text_for("gpu"), "h100", pjrt.compiler_options("gpu"))
     moved = compiled.bytes_accessed
     # The least there is: every buffer read and written once, and every gradient read once to know whether it is finite
     # (all of them, before anything may be written) and once more to step with.

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import scenarios
-import targets
 import torch
 
 from xla_amp.lazy.programs import pjrt
@@ -35,22 +34,16 @@ def run(scenario):
 
 
 @pytest.fixture(scope="module")
-def compiled():
+def compiled(compile_for):
+    texts = functools.cache(lambda: run("texts"))
+
     @functools.cache
-    def written():
-        return run("texts")
+    def compiled(target, layout):
+        program = texts()[f"{layout}-{TARGETS[target][0]}"]
+        assert f"mhlo.num_partitions = {TARGETS[target][1]}" in program
+        return compile_for(program, target)
 
-    with targets.Compilers() as compilers:
-
-        @functools.cache
-        def compile_for(target, layout):
-            if not targets.available(target):
-                pytest.skip(f"the compiler for {target} is not installed")
-            program = written()[f"{layout}-{TARGETS[target][0]}"]
-            assert f"mhlo.num_partitions = {TARGETS[target][1]}" in program
-            return compilers.compile(program, target)
-
-        yield compile_for
+    return compiled
 
 
 def collectives(hlo):
@@ -111,15 +104,9 @@ def test_parts_that_cancel_leave_the_rest(numbers, dtype):
 
 
 @pytest.fixture(scope="module")
-def sharded():
-    if not all(map(targets.available, SHARDED)):
-        pytest.skip("the compilers are not installed")
+def sharded(compile_for):
     texts = run("sharded_texts")
-    with targets.Compilers() as compilers:
-        return {
-            target: compilers.compile(texts[kind], target, pjrt.compiler_options(kind))
-            for target, kind in SHARDED.items()
-        }
+    return {target: compile_for(texts[kind], target, pjrt.compiler_options(kind)) for target, kind in SHARDED.items()}
 
 
 @pytest.mark.full

@@ -225,12 +225,6 @@ def test_the_kernels_for_tpus(dtype, shape, causal, scale, interpreted, monkeypa
     agree(computed(splash, call, grad), want, TOLERANCES[dtype])
 
 
-@pytest.fixture(scope="module")
-def compilers():
-    with targets.Compilers() as running:
-        yield running
-
-
 # -- cuDNN on GPUs ----------------------------------------------------------------------------------------------------
 
 
@@ -279,8 +273,7 @@ def test_cudnn_forward_and_backward(shape, bias, causal, written_out):
     agree(computed(cudnn, call, grad), want, TOLERANCES[jnp.bfloat16])
 
 
-@pytest.mark.skipif(not targets.available("h200"), reason="no compiler for a GPU here")
-def test_a_program_for_a_gpu_calls_kernels_once_in_each_pass_and_has_no_score_matrix(compilers):
+def test_a_program_for_a_gpu_calls_kernels_once_in_each_pass_and_has_no_score_matrix(compile_for):
     """16 x 1024 tokens with 12 causal heads of 64: a score matrix would take 384 MiB, the eight arrays take 192."""
 
     def step(query: Any, key: Any, value: Any, grad: Any) -> Any:
@@ -292,7 +285,7 @@ def test_a_program_for_a_gpu_calls_kernels_once_in_each_pass_and_has_no_score_ma
         return [results[name].transpose(0, 2, 1, 3) for name in ("output", "query", "key", "value")]
 
     arrays = [jax.ShapeDtypeStruct((16, 1024, 12, 64), jnp.bfloat16)] * 4
-    compiled = compilers.compile(targets.lower(step, *arrays, target="h200"), "h200")
+    compiled = compile_for(targets.lower(step, *arrays, target="h200"), "h200")
     assert re.findall(r' custom-call\(.*_target="([^"]+)"', compiled.hlo) == [
         "__cudnn$fmhaSoftmax",
         "__cudnn$fmhaSoftmaxBackward",
@@ -491,18 +484,17 @@ def test_a_program_for_a_tpu_has_three_kernels_for_all_its_layers_and_no_score_m
     assert "256x256" in text(256, layers=1)
 
 
-@pytest.mark.skipif(not targets.available("v5e"), reason="no compiler for a TPU here")
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "features", "scale"), [(jnp.bfloat16, 512, 0.5), (jnp.float32, 256, None), (jnp.bfloat16, 36, 0.5)]
 )
-def test_a_small_tpu_has_room_for_the_widest_and_the_oddest_features(dtype, features, scale, compilers):
+def test_a_small_tpu_has_room_for_the_widest_and_the_oddest_features(dtype, features, scale, compile_for):
     def step(query: Any, key: Any, value: Any, grad: Any) -> Any:
         call = Attention(query=query, key=key, value=value, causal=True, given_scale=scale, platform="tpu")
         assert splash.supports(call) is None
         return tuple(computed(splash, call, grad).values())[:5]
 
     arrays = [jax.ShapeDtypeStruct((1, heads, 1024, features), dtype) for heads in (2, 1, 1, 2)]
-    compiled = compilers.compile(targets.lower(step, *arrays, target="v5e"), "v5e")
+    compiled = compile_for(targets.lower(step, *arrays, target="v5e"), "v5e")
     assert 0 < compiled.bytes_accessed < 1 << 28
     assert "1024,1024" not in compiled.hlo
