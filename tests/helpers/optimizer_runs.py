@@ -1,4 +1,4 @@
-"""Two parameters under an optimizer of torch's database, on a device."""
+"""Parameters and gradients for optimizers on a device, and two of them under an optimizer of torch's database."""
 
 from __future__ import annotations
 
@@ -8,6 +8,27 @@ from typing import Any
 import torch
 from torch import nn
 from torch.testing._internal.common_optimizers import OptimizerInfo
+
+import xla_amp
+
+SHAPES = [(5, 3), (4,), ()]
+
+
+def parameters(device: torch.device | str, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """The same ones at each call."""
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(device)) for shape in SHAPES]
+
+
+def set_gradients(params: list[nn.Parameter], step: int, factor: float = 1.0, bad: bool = False) -> None:
+    """Gives parameters the gradients of a step, times a factor; with `bad`, one is infinite in each."""
+    xla_amp.sync()  # each step is the same small program
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in params:
+        gradient = torch.randn(parameter.shape, generator=generator)
+        if bad:
+            gradient.view(-1)[0] = float("inf")
+        parameter.grad = (gradient * factor).to(parameter.dtype).to(parameter.device)
 
 
 class Training:

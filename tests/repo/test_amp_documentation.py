@@ -64,7 +64,7 @@ STATEMENTS = {
         "syncfree optimizers read nothing": f"{SCALER}::test_nothing_waits_for_the_device",
         "syncfree optimizers do what torch's do": "tests/pytorch/optim/test_optimizer_options.py::test_options",
         "xm.optimizer_step, _fetch_gradients and all_reduce with a scale": (
-            "tests/pytorch/distributed/test_xla_model.py::test_optimizer_step"
+            "tests/pytorch/distributed/test_torch_xla_names.py::test_optimizer_step"
         ),
         "the MNIST and ImageNet scripts": "tests/examples/test_imagenet.py::test_fake_data_measures_speed",
     },

@@ -6,8 +6,10 @@ import collections
 import pickle
 import warnings
 
+import optimizer_runs
 import pytest
 import torch
+from optimizer_runs import parameters
 from torch import nn
 
 import xla_amp
@@ -18,21 +20,12 @@ from xla_amp.testing import counts as counted
 INF = float("inf")
 
 
-def parameters(device, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(device)) for shape in [(3, 2), (2,)]]
-
-
 def set_gradients(params, scaler, step, bad=False):
-    """What a backward pass of a scaled loss leaves: gradients times the scale, one of them inf if `bad`."""
-    xla_amp.sync()  # each step is the same small program
-    generator = torch.Generator().manual_seed(100 + step)
-    one = torch.ones((), device=params[0].device)
+    """What a backward pass of a scaled loss leaves: gradients times the scale, one of each inf if `bad`."""
+    optimizer_runs.set_gradients(params, step, bad=bad)
+    scale = scaler.scale(torch.ones((), device=params[0].device))
     for parameter in params:
-        gradient = torch.randn(parameter.shape, generator=generator)
-        if bad:
-            gradient.view(-1)[0] = INF
-        parameter.grad = gradient.to(parameter.device).to(parameter.dtype) * scaler.scale(one).to(parameter.dtype)
+        parameter.grad *= scale.to(parameter.dtype)
 
 
 def train(scaler, optimizer, params, bad=(), steps=8):

@@ -7,30 +7,13 @@ import pickle
 
 import pytest
 import torch
+from optimizer_runs import parameters, set_gradients
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
-import xla_amp
 from xla_amp import syncfree
 
 STEPS = 6
-
-
-def parameters(device, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(5, 3), (4,), ()]
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(device)) for shape in shapes]
-
-
-def gradients(step):
-    generator = torch.Generator().manual_seed(100 + step)
-    return [torch.randn(shape, generator=generator) for shape in [(5, 3), (4,), ()]]
-
-
-def set_gradients(params, step, factor=1.0):
-    xla_amp.sync()  # each step is the same small program
-    for parameter, gradient in zip(params, gradients(step), strict=True):
-        parameter.grad = (gradient * factor).to(parameter.dtype).to(parameter.device)
 
 
 def make(library, name, params, options):

@@ -12,7 +12,7 @@ from xla_amp import policy
 from xla_amp.common import events
 from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.jax import autocast as jax_autocast
-from xla_amp.stablehlo import autocast, ir
+from xla_amp.stablehlo import autocast, ir, locations
 from xla_amp.stablehlo.scope_paths import own_path
 
 X = jnp.full((8, 8), 0.1)
@@ -69,10 +69,8 @@ def test_the_fronts_agree_about_each_module(patterns: tuple[str, ...]) -> None:
     ],
 )
 def test_names_of_jax_are_no_modules(name: str, path: str) -> None:
-    body = f'%y = stablehlo.abs %x : tensor<f32> loc("{name}")'
-    text = f"func.func @main(%x: tensor<f32>) -> tensor<f32> {{\n{body}\nreturn %y : tensor<f32> }}"
-    operations = {each.name: each for each in ir.operations(ir.parse(text).operation)}
-    assert own_path(operations["stablehlo.abs"]) == path
+    _, operation = located(f'"{name}"')
+    assert own_path(operation) == path
 
 
 def test_a_program_without_locations_is_an_error() -> None:
@@ -90,3 +88,30 @@ def test_a_pattern_that_matches_nothing_names_the_nearest_module() -> None:
         jax.make_jaxpr(jax_autocast(model))(X)
     with pytest.warns(RuleWarning, match=r"the program names no modules"):
         autocast(jax.jit(lambda x: x @ x).lower(X), rules=rules)
+
+
+def located(location: str) -> Any:
+    """A module, which its operations do not keep alive, and an operation of it with that location."""
+    body = f"%y = stablehlo.abs %x : tensor<f32> loc({location})"
+    text = f"func.func @main(%x: tensor<f32>) -> tensor<f32> {{\n{body}\nreturn %y : tensor<f32> }}"
+    module = ir.parse(text)
+    return module, next(each for each in ir.operations(module.operation) if each.name == "stablehlo.abs")
+
+
+@pytest.mark.parametrize(
+    ("location", "name", "line"),
+    [
+        ("unknown", None, ""),
+        ('"f/abs"', "f/abs", ""),
+        ('"m.py":3:4', None, "m.py:3"),
+        ('"f/abs"("m.py":3:4)', "f/abs", "m.py:3"),
+        ('callsite("g"("m.py":3:4) at "main"("run.py":1:0))', None, "m.py:3"),
+        ('fused["a"("m.py":3:4), "b"]', None, "m.py:3"),
+        (r'"say \"hi\""("a b.py":3:4)', r"say \22hi\22", "a b.py:3"),
+        (r'"not \FF UTF-8"("\FE.py":3:4)', r"not \FF UTF-8", r"\FE.py:3"),
+    ],
+)
+def test_names_and_lines(location: str, name: str | None, line: str) -> None:
+    _, operation = located(location)
+    found = locations.of(operation)
+    assert (found.name, found.line, found.position) == (name, line, None)
