@@ -21,7 +21,8 @@ import torch
 from packaging.requirements import Requirement
 from source_tree import ROOT, modules, nodes
 
-ROWS = tomllib.loads((ROOT / "xla_amp" / "private_names.toml").read_text("utf-8"))["private"]
+TABLE = tomllib.loads((ROOT / "xla_amp" / "private_names.toml").read_text("utf-8"))
+ROWS = TABLE["private"]
 NAMES = {name: row for row in ROWS for name in row["names"]}
 OBJECTS = (
     torch.nn.Module(),
@@ -85,6 +86,12 @@ def test_the_page_tells_the_number() -> None:
     text = (ROOT / "docs" / "limits.md").read_text("utf-8")
     [number] = re.findall(r"uses (\d+)\s+private\s+names\s+of\s+torch,\s+JAX\s+and\s+CPython", text)
     assert int(number) == len(NAMES) == sum(len(row["names"]) for row in ROWS)
+
+
+@pytest.mark.parametrize("row", TABLE["trick"], ids=lambda row: row["word"])
+def test_a_trick_is_where_its_row_says_and_the_plain_form_was_measured(row: dict[str, str]) -> None:
+    assert re.search(rf"\b{row['word']}\b", SOURCES[row["file"]])
+    assert re.search(r"\d", row["plain"])
 
 
 def used(source: str) -> set[str]:

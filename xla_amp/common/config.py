@@ -75,20 +75,17 @@ def rules() -> str:
     return os.environ.get(RULES, "")
 
 
-_values = os.environ._data  # type: ignore[attr-defined]
-_OF_REGIONS: Final = tuple(
-    os.environ.encodekey(name) for name in (ENGINE, RULES, "PJRT_DEVICE", POLICY_FILE, *HPU_LISTS.values())
-)
+_OF_REGIONS: Final = (ENGINE, RULES, "PJRT_DEVICE", POLICY_FILE, *HPU_LISTS.values())
 
 
-def engine_text() -> object:
+def engine_text() -> str | None:
     """What ``XLA_AMP_ENGINE`` says, to be compared: `engine` reads it."""
-    return _values.get(_OF_REGIONS[0])
+    return os.environ.get(ENGINE)
 
 
 def of_regions() -> tuple[object, ...]:
     """What the engine and the rules of a region depend on; equal answers mean that variables and files are the same."""
-    texts = tuple(map(_values.get, _OF_REGIONS))
+    texts: tuple[object, ...] = tuple(map(os.environ.get, _OF_REGIONS))
     if any(texts[3:]):
         for path in filter(None, (policy_file(), *hpu_lists().values())):
             status = path.stat() if path.exists() else None
