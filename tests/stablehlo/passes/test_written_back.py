@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -185,3 +186,23 @@ def test_functions_of_several_blocks_stay_and_are_named():
     assert converted.report.casts == {"f32->bf16": 1}
     x = np.eye(8, dtype=np.float32)
     assert module_runs.run(converted.module, [x], execution.devices("cpu")[0])[0].shape == (8, 8)
+
+
+def descent(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+
+@pytest.mark.parametrize(
+    ("steps", "rounded"),
+    [
+        (descent, [False]),
+        (lambda w, x: descent(descent(w, x), x), [True, False]),
+        (lambda w, x: jax.lax.fori_loop(0, 3, lambda _, w: descent(w, x), w), [True]),
+    ],
+    ids=["one", "unrolled", "loop"],
+)
+def test_a_gradient_is_rounded_where_a_later_step_reads_it(steps, rounded):
+    text = autocast(jax.jit(steps).lower(W, jnp.ones((8, 16)))).text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    gradients = [line for line in products if re.search(r"-> tensor<16x16x\w+>$", line)]
+    assert [line.endswith("bf16>") for line in gradients] == rounded
