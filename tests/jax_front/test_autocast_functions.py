@@ -123,6 +123,7 @@ def test_one_label_for_each_row_is_read_from_low_values():
         lambda y: jax.scipy.special.gammaln(y + 1.5) - jax.scipy.special.gammaln(1.5 * y + 1.5),  # two float32 parts
         lambda y: (0.3 * (y[1:] - y[:-1])) ** 2 + 0.3 * y[1:],  # slices and differences
         lambda y: 0.3 * jnp.take_along_axis(y, jnp.ones(y.shape, int), 1),  # one element many times
+        lambda y: lax.scan(lambda h, k: (h + jnp.sin(k * y), None), jnp.zeros_like(y), jnp.cos(jnp.arange(64.0)))[0],
     ],
 )
 def test_gradients_of_one_low_value_are_added_before_they_are_rounded(low, function):

@@ -40,7 +40,6 @@ LOW: Final = ("bfloat16", "float16")
 _LARGEST: Final = 1e30
 """Beyond, one rounding more is infinite in float32."""
 _SUM: Final = "sums and differences of two arrays are low (docs/jax.md)"
-_APART: Final = "fault: the gradient of a low value that a call or a loop reads is rounded there"
 EXCEPTIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "numpy.ptp value": f"{_SUM}: the greatest less the least element",
@@ -49,8 +48,7 @@ EXCEPTIONS: Final[Mapping[str, str]] = MappingProxyType(
         "special.betaln value": f"{_SUM}, and an integer sum is a pole",
         "special.poch value": f"{_SUM}, and an integer sum is a pole",
         "special.poch gradient": f"{_SUM}, and an integer sum is a pole",
-        "random.f gradient": _APART,
-        "special.bessel_jn gradient": _APART,
+        "random.f gradient": "fault: gradients of a low value that two functions of `jax.jit` read are added low",
     }
 )
 """Function, and value or gradient -> why it may be further from the exact value than the hand-written form."""

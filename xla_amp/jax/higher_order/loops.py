@@ -16,7 +16,7 @@ from jax.extend.core import mapped_aval
 
 from xla_amp.jax import compat, interpreter, rebind
 from xla_amp.jax.analysis.exact_reads import exact_results_of_body
-from xla_amp.jax.analysis.jaxprs import has_backward, residual_carries
+from xla_amp.jax.analysis.jaxprs import contracted_arguments, has_backward, residual_carries
 from xla_amp.jax.analysis.solver_loops import ends_by_floats
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
 from xla_amp.jax.higher_order.common import cast, low_copies, retrace, with_low_copies
@@ -30,9 +30,26 @@ def scan(call: HigherOrderCall) -> list[Value]:
     """``lax.scan``."""
     body = rebind.inner(call.params)
     consts, start, xs = rebind.scanned(call.params, call.values)
+    consts = _with_wide_gradients(call, consts, body.jaxpr)
     x_avals = [mapped_aval(call.params["length"], 0, jax.typeof(x.array)) for x in xs]
     given, traced = _traced_body(call, body, consts, start, x_avals, [x.facts.weight for x in xs])
     return call.bind([*given, *arrays_of(xs)], traced)
+
+
+def _with_wide_gradients(call: HigherOrderCall, consts: Sequence[Value], body: Any) -> list[Value]:
+    """Constants of ``scan``, of which low ones that no contraction of the body reads are float32.
+
+    Each iteration adds to the gradient of a constant, in its dtype.
+    """
+    around = call.interpreter
+    contracted = contracted_arguments(body, around.settings.current_policy())
+    kept = around.backward or bool(around.settings.as_written)
+    return [
+        value
+        if kept or reads or dtype_of(value.array) != around.settings.low
+        else Value(around.casts.cast(value, F32), value.facts)
+        for value, reads in zip(consts, contracted, strict=False)
+    ]
 
 
 def while_loop(call: HigherOrderCall) -> list[Value]:
