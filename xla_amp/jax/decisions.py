@@ -66,7 +66,7 @@ def decide(
     operation, *same = op_catalog.same_as(aten) if aten else op_catalog.meanings("jaxpr", primitive) or (primitive,)
     decision = policy.decision(operation, path, tuple(same))
     row = info(primitive)
-    if not aten and row.kind in (None, "clear") and not (row.picks or row.plumbing):
+    if not aten and row.kind is None and not (row.picks or row.plumbing):
         decision = decision.between_products()
     return decision, policy.reaching(operation, path, tuple(same))
 

@@ -323,7 +323,7 @@ class Interpreter:
             raise ban_error(primitive.name, decision)
         # `CastCache.adopts_dtype` judges a literal by its value.
         weak = [not isinstance(a, compat.Literal) and bool(getattr(a.aval, "weak_type", False)) for a in eqn.invars]
-        if decision.rule is None and kind in (None, "clear"):
+        if decision.rule is None and kind is None:
             decision = self._unruled(row, decision, operands, weak, avals)
         results: list[Value] | None = None
         if product and decision.cast in ("low", "low_fp32_out") and not kept:

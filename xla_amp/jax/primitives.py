@@ -17,7 +17,6 @@ PrimitiveKind: TypeAlias = Literal[
     "contraction",
     "data_movement",
     "independent",
-    "clear",
     "conversion",
     "fixed_dtype",
     "call",
@@ -36,7 +35,6 @@ PrimitiveKind: TypeAlias = Literal[
 ``contraction``    bound as a primitive of `xla_amp.jax.low_primitives` if the policy says ``low``
 ``data_movement``  returns elements of its first operand unchanged: a cast commutes with it
 ``independent``    does not combine its operands: each keeps its dtype
-``clear``          compares or selects: no tensor is rounded for it, and numbers adopt the dtype of the others
 ``conversion``     an explicit change of dtype or precision by the user: bound as it is
 ``fixed_dtype``    gets the dtypes that it was traced with, since its sub-jaxpr or kernel exists for those only
 the others         contain jaxprs; each has a row in `xla_amp.jax.rebind` and a rule in `...higher_order.handlers`
@@ -145,9 +143,9 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
         "psum", "psum_invariant", "reduce_scatter",
         passes_gradient=True, picks=True, adds_devices=True,
     )
-    | _row("clear", "it selects its operands and rounds none of them", "clamp", "max", "min", "select_n", picks=True)
+    | _row(None, "it selects its operands and rounds none of them", "clamp", "max", "min", "select_n", picks=True)
     | _row(
-        "clear", "it compares its operands and rounds none of them",
+        None, "it compares its operands and rounds none of them",
         "eq", "eq_to", "ge", "gt", "le", "le_to", "lt", "lt_to", "ne",
         exact=True,
     )

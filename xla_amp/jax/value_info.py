@@ -167,14 +167,13 @@ class CastCache:
         a bound to 1, where a logarithm follows it, and what compares must not round at all.
         """
         constant = value.facts.constant
-        picks = row.kind == "clear" or row.picks
         if constant is None:
-            return weak and not picks and not row.exact
+            return weak and not row.picks and not row.exact
         if not self._numbers.in_range(constant):
             return False
         if row.exact:
             return self._numbers.holds(constant)
-        if picks:
+        if row.picks:
             return self._numbers.stays_apart(constant)
         return self._numbers.leaves_room(constant) and (weak or not np.ndim(value.array))
 

@@ -65,7 +65,7 @@ def candidates(jaxpr: Any, policy: Policy) -> Candidates:
     for index, node in reversed(list(enumerate(nodes(jaxpr)))):
         passes = not (node.row.stops_gradient or passing.isdisjoint(filter(_is_float, node.eqn.outvars)))
         passing |= node.reads if passes else frozenset()
-        for variable in node.reads if passes and node.row.kind in (None, "clear") else ():
+        for variable in node.reads if passes and node.row.kind is None else ():
             computing[variable].add(index)
         if not _is_cheap(node):
             stop, widening, later = index, False, set()
@@ -127,7 +127,7 @@ _CALLS: Final = ("call", "custom_jvp")
 @functools.cache
 def _is_cheap_primitive(name: str) -> bool:
     row, aten = info(name), op_catalog.equivalent("jaxpr", name)
-    if row.cheap is not None or row.kind not in (None, "clear") or aten is None:
+    if row.cheap is not None or row.kind is not None or aten is None:
         return bool(row.cheap)
     computed = op_catalog.operation_class(aten) in ("activation", "comparison", "elementwise", "transcendental")
     return computed or name.startswith("reduce_")
