@@ -79,13 +79,19 @@ def call(name: str, operands: Sequence[Any], results: Sequence[Any]) -> Any:
     return mlir.Operation.create("func.call", results, operands, {CALLEE: mlir.FlatSymbolRefAttr.get(name)})
 
 
-def call_instead(operation: Any, name: str) -> None:
-    """Replaces an operation by a call of a function with its operands."""
-    with ir.mlir().InsertionPoint(operation), operation.location:
-        made = call(name, list(operation.operands), [result.type for result in operation.results])
+def replace(operation: Any, name: str, attributes: Mapping[str, Any]) -> None:
+    """Replaces an operation by one called `name` with its operands and the types of its results."""
+    mlir, types = ir.mlir(), [result.type for result in operation.results]
+    with mlir.InsertionPoint(operation), operation.location:
+        made = mlir.Operation.create(name, types, list(operation.operands), attributes)
     for before, after in zip(operation.results, made.results, strict=True):
         before.replace_all_uses_with(after)
     operation.erase()
+
+
+def call_instead(operation: Any, name: str) -> None:
+    """Replaces an operation by a call of a function with its operands."""
+    replace(operation, "func.call", {CALLEE: ir.mlir().FlatSymbolRefAttr.get(name)})
 
 
 def callees(operation: Any) -> list[str]:

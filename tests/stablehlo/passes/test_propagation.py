@@ -370,16 +370,22 @@ def test_a_precision_or_an_algorithm_of_the_program_wins(request_: str, stays: b
         assert any("the program asks for float32" in each.why for each in converted.report.operations)
 
 
+@pytest.mark.parametrize("exported", [False, True])  # a portable artifact has a composite in its place
 @pytest.mark.parametrize("precision", [None, "highest"])
-def test_a_ragged_product_runs_low_unless_it_asks_for_a_precision(precision: str | None) -> None:
+def test_a_ragged_product_runs_low_unless_it_asks_for_a_precision(precision: str | None, exported: bool) -> None:
     def product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(x, w, sizes, precision=precision)
 
-    types = [jax.ShapeDtypeStruct(s, d) for s, d in (((8, 4), "float32"), ((2, 4, 4), "float32"), ((2,), "int32"))]
-    lowered = jax.jit(product).trace(*types).lower(lowering_platforms=("tpu",)).as_text()
-    (line,) = (each for each in autocast(lowered).text().splitlines() if 'ragged_dot"' in each)
-    assert ("tensor<8x4xbf16>" in line) == (precision is None)
+    types = [jax.ShapeDtypeStruct(s, d) for s, d in (((8, 16), "float32"), ((2, 16, 4), "float32"), ((2,), "int32"))]
+    if exported:
+        converted = autocast(jax.export.export(jax.jit(product), platforms=("tpu",))(*types))
+    else:
+        converted = autocast(jax.jit(product).trace(*types).lower(lowering_platforms=("tpu",)).as_text())
+    (line,) = (each for each in converted.text().splitlines() if 'ragged_dot"' in each)
+    assert ("tensor<8x16xbf16>" in line) == (precision is None)
     assert ("precision HIGHEST" in line) == (precision == "highest")
+    again = ir.parse(converted.artifact())
+    assert ("tensor<8x16xbf16>" in str(again)) == (precision is None)
 
 
 # Operations that stay float32, with a reason.

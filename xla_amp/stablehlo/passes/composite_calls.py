@@ -26,9 +26,36 @@ from xla_amp.stablehlo.scope_paths import ModulePaths
 
 _MEANS: Final = "amp.means"
 """Attribute of the decomposition of a composite: the operation."""
+_RAGGED: Final = "chlo.ragged_dot"
+_AXES: Final = (
+    "lhs_batching_dimensions",
+    "rhs_batching_dimensions",
+    "lhs_contracting_dimensions",
+    "rhs_contracting_dimensions",
+    "lhs_ragged_dimensions",
+    "rhs_group_dimensions",
+)
+"""Of a ragged product, in the order in which its composite has them."""
 _NUMBERED: Final = re.compile(r"([._]\d+)+$")
 _BY_OPERANDS: Final = ("fp32_inside", "promote", "keep")
 """Casts whose result has the dtype of operands: of the main one (the largest), or the widest of all."""
+
+
+def restore_ragged_products(module: Any) -> None:
+    """Makes a ragged product, which is a composite in a portable artifact, an operation again that may be low."""
+    mlir, written = ir.mlir(), [name for name in ir.functions(module) if name.startswith(_RAGGED)]
+    for operation in ir.operations(module.operation) if written else ():
+        if operation.name != "stablehlo.composite" or operation.attributes["name"].value != _RAGGED:
+            continue
+        given = operation.attributes["composite_attributes"]
+        axes = zip(_AXES, given["ragged_dot_dimension_numbers"], strict=True)
+        numbers = ", ".join(f"{name} = {list(mlir.DenseIntElementsAttr(each))}" for name, each in axes)
+        precisions = ", ".join(f"#chlo<precision {each.value}>" for each in given["precision_config"])
+        texts = {"ragged_dot_dimension_numbers": f"#{_RAGGED}<{numbers}>", "precision_config": f"[{precisions}]"}
+        surgery.replace(operation, _RAGGED, {key: mlir.Attribute.parse(text) for key, text in texts.items()})
+    for name in written:
+        if name not in surgery.reached(ir.functions(module), [module.operation]):
+            ir.functions(module)[name].erase()
 
 
 def call_decompositions(module: Any, policy: Policy) -> None:

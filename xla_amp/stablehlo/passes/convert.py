@@ -52,6 +52,8 @@ def convert(
     """
     progress.tell("converting")
     copied = program.module if in_place else ir.copy(program.module)
+    with copied.context:
+        composite_calls.restore_ragged_products(copied)
     before = ir.bytecode(copied)
     if not ir.functions(copied):
         raise ModuleError("autocast() expects a module with functions (func.func), got one without; nothing to convert")
