@@ -107,7 +107,7 @@ class Planned(SearchProgram):
         """The program of a plan; with `found` reasons have the measured errors."""
         kept = self._nodes.keys() - plan
         return self._convert(
-            keep={node: self._why(name, found) for name in kept for node in self._nodes[name]}
+            wide={node: self._why(name, found) for name in kept for node in self._nodes[name]}
         ).converted
 
     def _why(self, name: str, found: Found | None) -> str:

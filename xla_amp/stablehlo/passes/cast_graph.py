@@ -28,8 +28,8 @@ class CastNode:
 
     __slots__ = (
         "adds", "boundary", "colour", "exact", "function", "in_loop", "in_opaque", "index", "inputs", "inside",
-        "keep_reason", "low", "narrows", "number", "of_first", "op_class", "opaque", "operands", "operation",
-        "outputs", "passes_on", "scales", "structure", "sums_few", "upstream", "why", "writes",
+        "low", "narrows", "number", "of_first", "op_class", "opaque", "operands", "operation", "outputs", "passes_on",
+        "scales", "structure", "sums_few", "upstream", "why", "wide_reason", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +58,7 @@ class CastNode:
         """Whether it tells apart what a low dtype makes equal."""
         self.sums_few = op_class is not None and op_class.sums_few
         """Whether it is a contraction that no rule decides, because a low dtype gains nothing."""
-        self.keep_reason = ""
+        self.wide_reason = ""
         """Why it must stay float32; empty if it may be low."""
         self.boundary = False
         """Whether it is an argument or a result of the program."""

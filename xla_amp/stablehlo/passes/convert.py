@@ -42,13 +42,13 @@ def convert(
     low: LowDtype,
     *,
     keep_io: bool,
-    keep: Mapping[int, str] = MappingProxyType({}),
+    wide: Mapping[int, str] = MappingProxyType({}),
     look: Callable[[list[CastNode]], None] | None = None,
     in_place: bool = False,
 ) -> Conversion:
     """Converts a copy of `program`, or `in_place` itself.
 
-    `keep`: number of a node -> why it must stay float32.  `look` gets the nodes before the program is changed.
+    `wide`: number of a node -> why it must stay float32.  `look` gets the nodes before the program is changed.
     """
     progress.tell("converting")
     copied = program.module if in_place else ir.copy(program.module)
@@ -67,7 +67,7 @@ def convert(
         classifier = Classifier(policy, paths)
         classifier.composites = composite_calls.mark(copied, policy, paths, copies)
         graph = CastGraph(copied, classifier, _ELEMENTS[low])
-        propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=keep)
+        propagation = Propagation(graph, array_dtype, keep_io=keep_io, wide=wide)
         if look is not None:
             look(graph.nodes)
         decided = decisions(propagation, policy.name, low, copies, paths)

@@ -40,7 +40,7 @@ def _decision(
     why = node.why or "the signature is kept"
     after: str = low if node.low and not node.of_first else "float32"
     kept = _kept(node, low) if node.structure == "contraction" else ()
-    overruled = bool(node.keep_reason) and node.colour == "allow"
+    overruled = bool(node.wide_reason) and node.colour == "allow"
     ends = sizes.Ends() if node.index is not None else sizes.ends(node.operation)
     return OperationDecision(
         **decision.recorded(kept=overruled),

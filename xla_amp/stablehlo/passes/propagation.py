@@ -67,7 +67,7 @@ class ConstantRange:
 class Propagation:
     """One propagation over a graph: sets `CastNode.low` and the reason, `CastNode.why`, of each node."""
 
-    def __init__(self, graph: CastGraph, low: np.dtype[Any], *, keep_io: bool, keep: Mapping[int, str]) -> None:
+    def __init__(self, graph: CastGraph, low: np.dtype[Any], *, keep_io: bool, wide: Mapping[int, str]) -> None:
         self.graph = graph
         self.nodes, self.producer, self.users = graph.nodes, graph.producer, graph.users
         self.range = ConstantRange(low)
@@ -79,9 +79,9 @@ class Propagation:
         self.wide: set[int] = set()
         """Results that low contractions give in float32, and statistics of norms."""
         for number, node in enumerate(self.nodes):
-            node.keep_reason = ENDS_BY_FLOATS if node.in_loop else keep.get(number, "")
-            if node.keep_reason:
-                node.why = node.keep_reason
+            node.wide_reason = ENDS_BY_FLOATS if node.in_loop else wide.get(number, "")
+            if node.wide_reason:
+                node.why = node.wide_reason
             if node.inside:
                 self.wide.update(node.outputs[1:])
             elif node.op_class is not None and node.op_class.wide_result:
@@ -93,7 +93,7 @@ class Propagation:
         allowed = [
             number
             for number, node in enumerate(self.nodes)
-            if node.colour == "allow" and not (node.opaque or node.keep_reason)
+            if node.colour == "allow" and not (node.opaque or node.wide_reason)
         ]
         for node in self.nodes:
             node.low = node.narrows
@@ -122,7 +122,7 @@ class Propagation:
         """Whether the node's dtype is still undecided."""
         if node.boundary:
             return not (self.keep_io or node.low or node.opaque)
-        return not (node.low or node.keep_reason or node.opaque) and node.colour in _UNDECIDED
+        return not (node.low or node.wide_reason or node.opaque) and node.colour in _UNDECIDED
 
     # Phase 0: constants.
 
@@ -135,7 +135,7 @@ class Propagation:
             slots = set(node.inputs).difference(node.outputs)
             if node.structure == "constant":
                 values = constants.array_of(node.operation.attributes["value"])
-                node.keep_reason = node.keep_reason or self.range.problem(values)
+                node.wide_reason = node.wide_reason or self.range.problem(values)
                 self.constant[node.outputs[0]] = values is not None and self.range.exact(values)
                 if values is not None and (values.size < 2 or np.ptp(values) == 0):
                     number = float(np.abs(values.flat[0])) if values.size else 0.0
@@ -150,17 +150,17 @@ class Propagation:
             unread.extend(user for slot in node.outputs for user in self.users[slot])
         # Operations that read a constant out of range cannot be low, nor can those that read it through clear nodes.
         todo = deque(
-            (slot, node.keep_reason)
+            (slot, node.wide_reason)
             for node in self.nodes
-            if node.structure == "constant" and node.keep_reason
+            if node.structure == "constant" and node.wide_reason
             for slot in node.outputs
         )
         while todo:
             slot, why = todo.popleft()
             for number in self.users[slot]:
                 user = self.nodes[number]
-                if not user.keep_reason:
-                    user.keep_reason = user.why = f"reads {why}"
+                if not user.wide_reason:
+                    user.wide_reason = user.why = f"reads {why}"
                     if user.colour == "clear" and user.index is None and all(s in self.constant for s in user.inputs):
                         todo.extend((out, why) for out in user.outputs)
 
@@ -168,7 +168,7 @@ class Propagation:
 
     def _deny_forward(self) -> None:
         sources = [number for number, node in enumerate(self.nodes) if node.colour == "deny"]
-        sources += [n for n, node in enumerate(self.nodes) if node.keep_reason and node.structure != "constant"]
+        sources += [n for n, node in enumerate(self.nodes) if node.wide_reason and node.structure != "constant"]
         reached = self._reach(sources, forward=True)
         # Deny a clear node only if it leads from a deny node to a deny or infer node.
         ends = [
@@ -178,8 +178,8 @@ class Propagation:
         for number in reached:
             node = self.nodes[number]
             if self._free(node) and (node.colour in _ROUNDS or number in before):
-                node.keep_reason = "follows an operation that stays float32"
-                node.why = node.why if node.sums_few else node.keep_reason
+                node.wide_reason = "follows an operation that stays float32"
+                node.why = node.why if node.sums_few else node.wide_reason
 
     def _reach(self, sources: Iterable[int], *, forward: bool, through: tuple[str, ...] = _UNDECIDED) -> set[int]:
         """Free nodes reachable from `sources` forward (backward) through free nodes of the colours `through`."""
@@ -203,7 +203,7 @@ class Propagation:
             if any(node.colour in (*_ROUNDS, "deny") for node in members):
                 for node in members:
                     if self._free(node):
-                        node.keep_reason = node.why = "a running sum in a loop: small terms would be lost"
+                        node.wide_reason = node.why = "a running sum in a loop: small terms would be lost"
 
     # Phase 3.
 
@@ -246,7 +246,7 @@ class Propagation:
             return True
         if node.colour == "infer" and (node.number, slot) in self._biases:
             return True
-        if slot not in self.constant or self.nodes[source].keep_reason:
+        if slot not in self.constant or self.nodes[source].wide_reason:
             return False
         if self.constant[slot] and node.colour == "clear":
             return True
