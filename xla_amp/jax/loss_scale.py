@@ -121,7 +121,7 @@ class LossScale(NamedTuple):
 
         Leaves that are not floating point stay as they are.
         """
-        scaled: _Tree = jax.tree.map(lambda x: _wide(x) * self._value_like(x) if is_inexact(x) else x, tree)
+        scaled: _Tree = jax.tree.map(lambda x: wide(x) * self._value_like(x) if is_inexact(x) else x, tree)
         return scaled
 
     def unscale(self, tree: _Tree, *, keep_dtype: bool = False) -> _Tree:
@@ -135,14 +135,14 @@ class LossScale(NamedTuple):
         def divide(x: Any) -> Any:
             if not is_inexact(x):
                 return x
-            wide = _wide(x) / self._value_like(x)
-            return wide.astype(jnp.result_type(x)) if keep_dtype else wide
+            divided = wide(x) / self._value_like(x)
+            return divided.astype(jnp.result_type(x)) if keep_dtype else divided
 
         unscaled: _Tree = jax.tree.map(divide, tree)
         return unscaled
 
     def _value_like(self, x: Any) -> jax.Array:
-        return self.value.astype(jnp.finfo(_wide(x).dtype).dtype)
+        return self.value.astype(jnp.finfo(wide(x).dtype).dtype)
 
     def update(self, finite: Any) -> LossScale:
         """The scale for the next step.
@@ -393,7 +393,7 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def _wide(x: Any) -> jax.Array:
+def wide(x: Any) -> jax.Array:
     """`x` in its dtype if that has at least 32 bits, otherwise in float32."""
     array: jax.Array = jnp.asarray(x)
     return array.astype(jnp.float32) if array.dtype.itemsize < 4 else array

@@ -18,6 +18,7 @@ from xla_amp.common.types import LowDtype
 from xla_amp.errors import RuleWarning, SearchError
 from xla_amp.jax import compat
 from xla_amp.jax.api import autocast
+from xla_amp.jax.loss_scale import wide
 from xla_amp.tools.search import Plan, fronts
 from xla_amp.tools.search.fronts import SearchResult
 
@@ -136,11 +137,11 @@ class JaxProgram(fronts.MeasuredProgram):
 def _quantities(call: Callable[..., Any], chosen: _Arrays, others: _Arrays) -> dict[str, list[Any]]:
     result = _loss(jax.eval_shape(call, chosen, others))
     if not _is_floating(result) or result.size != 1:
-        return {"output": [_wide(leaf) for leaf in jax.tree.leaves(call(chosen, others)) if _is_floating(leaf)]}
+        return {"output": [wide(leaf) for leaf in jax.tree.leaves(call(chosen, others)) if _is_floating(leaf)]}
     if not chosen:
-        return {"loss": [_wide(_loss(call(chosen, others)))]}
+        return {"loss": [wide(_loss(call(chosen, others)))]}
     value, gradients = jax.value_and_grad(lambda chosen: _loss(call(chosen, others)))(chosen)
-    return {"loss": [_wide(value)], "gradients": [_wide(each) for each in gradients.values()]}
+    return {"loss": [wide(value)], "gradients": [wide(each) for each in gradients.values()]}
 
 
 def _is_array(leaf: Any) -> bool:
@@ -149,10 +150,6 @@ def _is_array(leaf: Any) -> bool:
 
 def _is_floating(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _wide(leaf: Any) -> Any:
-    return leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf
 
 
 def _loss(result: Any) -> Any:
