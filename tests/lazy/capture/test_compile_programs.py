@@ -489,9 +489,66 @@ def transformers_model(device, compiled):
     return [step((x.abs() * 10).long() % 40) for x in batches(device, (4, 8))] + tensors(model), [step]
 
 
+def averages_by_data(device, compiled):
+    """An average and a key encoder get other ``.data``, and other objects have them, too; two change places."""
+    model = network(device)
+    average, key = copy.deepcopy(model), copy.deepcopy(model).requires_grad_(False)
+    pair = nn.ParameterList([torch.zeros(2, device=device), torch.ones(2, device=device)])
+    optimizer = torch.optim.SGD([*model.parameters(), *key.parameters()], lr=0.1, weight_decay=0.1)
+    train, kept = training(device, model, optimizer), [*average.parameters(), *key.parameters()]
+
+    def step(x):
+        loss = train(x)
+        for mean, other, now in zip(average.parameters(), key.parameters(), model.parameters(), strict=True):
+            mean.data = mean.data * 0.9 + now.data * 0.1
+            other.data = other.data * 0.5 + now.data * 0.5
+        pair[0].data, pair[1].data = pair[1].data, pair[0].data
+        pair[0].data.mul_(2)
+        return loss
+
+    step = compiled(step)
+    results = [step(x) for x in batches(device, (6, 8))]
+    assert all(isinstance(each, nn.Parameter) for each in [*average.parameters(), *key.parameters()])
+    return results + tensors(model, average, key, pair) + [each.detach() for each in kept], [step]
+
+
+class Experts(nn.Module):
+    """A mixture of experts, which keeps the loss that balances them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 3), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.balance = None
+
+    def forward(self, x):
+        shares = self.gate(x).softmax(-1)
+        weights, chosen = shares.topk(2, -1)
+        self.balance = shares.mean(0).square().sum()
+        parts = [(weights * (chosen == at)).sum(-1, keepdim=True) * each(x) for at, each in enumerate(self.experts)]
+        return sum(parts)
+
+
+def mixture_of_experts(device, compiled):
+    model = nn.Sequential(Experts(), nn.LayerNorm(8), Experts()).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(x):
+        with xla_amp.autocast(device):
+            loss = (model(x).float() - x).square().mean() + 0.1 * sum(each.balance for each in (model[0], model[2]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step, results = compiled(step), []
+    for x in batches(device, (6, 8)):
+        results += [step(x), model[0].balance.detach() * 1]
+    return results + tensors(model), [step]
+
+
 PROGRAMS = [
-    accumulation, accumulation_in_a_step, two_step_gan, alternating_shapes, mixed_optimizers,
-    checkpoints, shared_with_jax, *map(of_schedule, SCHEDULES),
+    averages_by_data, mixture_of_experts, accumulation, accumulation_in_a_step, two_step_gan, alternating_shapes,
+    mixed_optimizers, checkpoints, shared_with_jax, *map(of_schedule, SCHEDULES),
     *map(schedules_inside, SCHEDULES), schedule_far_away, schedule_made_later, trainer_class,
     recurrent_in_parts, gradient_penalty, activation_checkpointing, transformers_model, *map(of_optimizer, OPTIMIZERS),
 ]  # fmt: skip

@@ -73,6 +73,9 @@ class Recording:
         """Position; those of tensors come first."""
         self._places = [None if buffer is None else ref(buffer) for buffer in before.buffers]
         self._origins = {place: at for at, place in reversed([*enumerate(self._places)]) if place is not None}
+        self._tensors = [ref(each.value) for each in before.tensors]
+        self.data: set[int] = set()
+        """Positions where the call gives the tensor that is there other data (``.data =``)."""
         self.bindings: dict[int, Origin | None] = {}
         """Positions that have another tensor after the call than before; None if a gradient was dropped."""
         self.reads: set[int] = set()
@@ -200,7 +203,14 @@ class Recording:
             now = None if buffer is None else ref(buffer)
             if now != before or (tensor is not None and now is None):
                 self.bindings[at] = origin = None if tensor is None else self._origin(tensor)
-                if tensor is not None and (origin is None or tensor.requires_grad or slot is NOWHERE):
+                is_state = at < self.first_gradient
+                if is_state and self._tensors[at]() is tensor:
+                    self.data.add(at)
+                # A graph that the step has used is left out, as that of a result.
+                graph = (
+                    tensor is not None and tensor.requires_grad and (tensor.is_leaf or not (is_state and self.stepped))
+                )
+                if tensor is not None and (origin is None or (at not in self.data and (graph or slot is NOWHERE))):
                     raise NotReplayableError(
                         f"it leaves as {label} a tensor that is sparse, requires grad, or is neither computed nor "
                         "state; bind tensor.detach(), or drop it inside (zero_grad())"
@@ -305,7 +315,8 @@ class Recording:
                     "that holds it: compile(step, state=[...])"
                 )
         bound = [{at: origin for at, origin in each.bindings.items() if origin is not None} for each in (self, other)]
-        if self.returned != other.returned or bound[0] != bound[1]:  # a gradient that was there may be dropped
+        # A gradient that was there may be dropped.
+        if self.returned != other.returned or self.data != other.data or bound[0] != bound[1]:
             return (
                 "it returns or binds a Python value or tensor that is another one in each call; return tensors and "
                 "constants, in tuples, lists and dictionaries"

@@ -25,6 +25,7 @@ from xla_amp.lazy.graph.trace import Buffer, Poisoned, instructions, settle
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.torch_common.trees import tree_flatten, tree_unflatten
+from xla_amp.training.reader import Slot
 
 
 class Replay:
@@ -44,7 +45,7 @@ class Replay:
         self._special = [index for index, position in enumerate(self._positions) if position < 0]
         self._bindings = {**earlier.bindings, **later.bindings}
         loose = {source for source, held in sources if isinstance(source, int) and not held}
-        self._unbound = [at for at in self._bindings if at >= later.first_gradient or at in loose]
+        self._unbound = [at for at in self._bindings if at >= later.first_gradient or at in loose - later.data]
         """The bindings whose old tensor is let go before the program runs, which may use its memory."""
         seed, offset = later.begin
         self._streams = [(None if s == seed else s, at - offset if s == seed else at) for s, at in run.streams]
@@ -75,7 +76,8 @@ class Replay:
             self._check_holders()
         execute.flush()
         settle(filter(None, state.buffers))
-        slots = {at: state.at(at)[2] for at in self._bindings}
+        data = self._recorded.data
+        slots = {at: Slot(state.at(at)[0], "data") if at in data else state.at(at)[2] for at in self._bindings}
         moved = {at: state.at(at)[0] for at in self._moved}
         parameters = self._parameters(state.buffers)
         if parameters is None or type(None) in map(type, moved.values()):
@@ -90,9 +92,11 @@ class Replay:
         try:
             execute.run_program(self._next_run(parameters, computed, numbers))
         finally:
-            for at, origin in self._bindings.items():
-                if origin is not None:
-                    slots[at].put(make(origin))
+            bound = {at: make(origin) for at, origin in self._bindings.items() if origin is not None}
+            for at in data:  # also one that another one gets
+                bound[at] = tensor_io.new_view(bound[at], *view(bound[at]))
+            for at, tensor in bound.items():
+                slots[at].put(tensor)
         for count, now in counted:
             count.fill_(now) if isinstance(count, torch.Tensor) else count.put(now)
         for owner, name in map(hosts.__getitem__, self._recorded.repeated):
