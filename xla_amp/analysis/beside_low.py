@@ -55,7 +55,10 @@ class LowNumbers(NamedTuple):
         return self.rounded(number) == number
 
     def stays_apart(self, magnitude: float) -> bool:
-        """Whether rounding changes a magnitude by no more than an ulp of its distance to 1."""
+        """Whether rounding changes a magnitude by no more than an ulp of its distance to 1.
+
+        With `holds` in its place, a mask of -1e9 would make the scores of an attention float32, which are saved.
+        """
         return abs(self.rounded(magnitude) - magnitude) <= 2.0**-self.mantissa_bits * abs(magnitude - 1)
 
 

@@ -87,7 +87,7 @@ class PrimitiveInfo(NamedTuple):
     activates: bool = False
     """Whether it is a layer's nonlinearity, which no optimizer has."""
     square: str = ""
-    """The primitive that it is for a value and itself."""
+    """The primitive that it is for a value and itself: `hpu` and `lean` let a product be low, but no square."""
 
 
 def _row(kind: PrimitiveKind | None, why: str, *primitives: str, **columns: Any) -> dict[str, PrimitiveInfo]:
