@@ -25,6 +25,9 @@ _KEPT: Final = "where"
 _SHORTEST: Final = {_KEPT: 20, "operation": 13, "rule": 20}
 """Characters that a cut cell keeps; 10 in other columns.  A rule in fewer would be broken inside its words by rich."""
 
+_LONGEST: Final = 20
+"""Characters of a word, such as a path, that rich leaves whole in every column but the first."""
+
 
 def terminal_width() -> int:
     """Characters of a line: ``COLUMNS``, or the terminal's; 120 where there is neither."""
@@ -55,10 +58,13 @@ class Table:
     def text(self, width: int | None = None, most: int = MOST_ROWS) -> str:
         """The first `most` rows as text of at most `width` characters a line; None: `terminal_width`."""
         width = width or terminal_width()
-        names, rows = self._fitted(width, most)
-        shown = plain(names, rows, numeric=self.numeric) if rows else ""
-        if rows and sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-            shown = _drawn(names, self.shown(names)[1][:most], self.numeric, width)
+        drawn = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+        names, rows, widths = self._fitted(width, most, drawn)
+        if drawn and rows:
+            shown = _drawn(names, rows, self.numeric, widths, width)
+        else:
+            cut = [[_cut(c, w, n) for c, w, n in zip(row, widths, names, strict=True)] for row in rows]
+            shown = plain(names, cut, numeric=self.numeric) if rows else ""
         parts = [shown] if shown else []
         left_out = len(self.rows) - len(rows)
         parts += [f"and {left_out:,} more rows"] if left_out else []
@@ -81,8 +87,8 @@ class Table:
         places = [i for i in places if any(row[i] not in (None, "") for row in self.rows)]
         return tuple(self.columns[i] for i in places), [[_text(row[i]) for i in places] for row in self.rows]
 
-    def _fitted(self, width: int, most: int) -> tuple[tuple[str, ...], list[list[str]]]:
-        """Columns and cells that fit, without the columns for which there is no room."""
+    def _fitted(self, width: int, most: int, drawn: bool) -> tuple[tuple[str, ...], list[list[str]], list[int]]:
+        """Columns for which there is room, their cells, and their widths: `drawn` ones wrap between words."""
         names, _ = self.shown()
         rest = [name for name in reversed(names[1:]) if name != _KEPT and name not in self.optional]
         for left_out in ("", *self.optional, *rest):
@@ -93,13 +99,17 @@ class Table:
                 size if name in self.numeric else min(size, max(len(name), _SHORTEST.get(name, 10)))
                 for size, name in zip(widths, names, strict=True)
             ]
-            room = width - 2 * (len(names) - 1)
+            if drawn:
+                words = [max(map(len, " ".join(column).split())) for column in zip(names, *rows, strict=True)]
+                whole = [name in (names[0], *self.numeric) for name in names]
+                least = [w if each else min(n, _LONGEST) for w, n, each in zip(widths, words, whole, strict=True)]
+            room = width - 2 * (len(names) - 1 + drawn)
             if sum(least) <= room:
                 break
         while sum(widths) > room and widths != least:
             widest = max(range(len(widths)), key=lambda i: (widths[i] > least[i], widths[i]))
             widths[widest] -= 1
-        return names, [[_cut(c, w, n) for c, w, n in zip(row, widths, names, strict=True)] for row in rows]
+        return names, rows, widths
 
 
 def _text(cell: Cell) -> str:
@@ -130,14 +140,15 @@ def plain(columns: Sequence[str], lines: Iterable[Sequence[str]], *, numeric: Co
     return "\n".join([padded[0], "  ".join("-" * width for width in widths), *padded[1:]])
 
 
-def _drawn(columns: Sequence[str], lines: Iterable[Sequence[str]], numeric: Collection[str], width: int) -> str:
+def _drawn(
+    columns: Sequence[str], lines: Iterable[Sequence[str]], numeric: Collection[str], widths: Sequence[int], width: int
+) -> str:
     """The table as rich draws it: cells are whole, and wrapped where the terminal is narrow."""
     from rich import box, console, table, text
 
     drawn = table.Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in columns:
-        whole = name in (columns[0], *numeric)
-        drawn.add_column(name, justify="right" if name in numeric else "left", overflow="fold", no_wrap=whole)
+    for name, size in zip(columns, widths, strict=True):
+        drawn.add_column(name, justify="right" if name in numeric else "left", overflow="fold", width=size)
     for line in lines:
         drawn.add_row(*map(text.Text, line))
     # Without colours: what is printed has no control characters (`printable`).

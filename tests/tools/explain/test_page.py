@@ -40,6 +40,11 @@ def test_rich_breaks_no_word_of_a_rule_in_eighty_columns(monkeypatch):
     assert max(map(len, shown.splitlines())) <= 80
     for part in ("tables/tpu.toml:12", "(rule 1)", "autocast(rules=...),", "'tanh'"):
         assert part in shown
+    long = {"operation": "scaled_dot_product_attention", "given": ("bfloat16", "float32"), "location": "train.py:5"}
+    shown = operations.table([operation(**long, module="h.0.at")]).table.text(80)
+    assert max(map(len, shown.splitlines())) <= 80
+    for part in ("scaled_dot_product_attention", "h.0.at", "train.py:5"):
+        assert part in shown
 
 
 def test_a_page_leaves_out_what_is_empty():
