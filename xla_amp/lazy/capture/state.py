@@ -58,6 +58,7 @@ class _Objects(Reading):
         self.options: list[Option] = []
         self._places: tuple[list[Any], list[str]] = [], []
         """Groups, and which of their options are numbers or tuples of them."""
+        self._has_tuples = False
         self.objects.update(given)
         known = set[int]()
         while new := [(key, *each) for key, each in self.objects.items() if key not in known]:
@@ -74,12 +75,14 @@ class _Objects(Reading):
         return self._given == list(given) and self.is_current()
 
     def numbers(self) -> list[float]:
-        """The options now."""
-        return [*map(float, _flat([*map(getitem, *self._places)]))]
+        """The options, as they were when this was last found to be current."""
+        return [*map(float, self._numbers)]
 
     def _now(self) -> Iterator[Any]:
-        values = [*map(getitem, *self._places)]
-        return itertools.chain(map(type, values + _flat(values)), super()._now())
+        values = self._numbers = [*map(getitem, *self._places)]
+        if self._has_tuples:
+            self._numbers = [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
+        return itertools.chain(map(type, values + self._numbers), super()._now())
 
     def _sizes(self) -> list[Any]:
         return [RemovableHandle.next_id, *super()._sizes()]  # how many hooks were ever registered
@@ -146,17 +149,13 @@ class _Objects(Reading):
         if not _is_float(value):
             self.looked.append((group.get, name))
         if _is_float(value) or (is_input and optimizer_step.is_number(value)):
+            self._has_tuples |= isinstance(value, tuple)
             slots = [Slot(slot, at) for at in range(len(value))] if isinstance(value, tuple) else [slot]
             self.options += [Option(each, label, is_input) for each in slots]
             for found, each in zip(self._places, slot, strict=True):
                 found.append(each)
         else:
             self.add(value, label, slot)
-
-
-def _flat(values: list[Any]) -> list[Any]:
-    """Numbers, also those of tuples."""
-    return [number for each in values for number in (each if isinstance(each, tuple) else (each,))]
 
 
 def _is_float(value: Any) -> bool:
