@@ -156,11 +156,19 @@ def _batches(seed: int, count: int, width: int = 16) -> list[tuple[torch.Tensor,
 
 
 def _train(
-    device: torch.device, seed: int, *, captured: bool, scaled: bool, steps: int = 8, model: nn.Module | None = None
+    device: torch.device,
+    seed: int,
+    *,
+    captured: bool,
+    scaled: bool,
+    steps: int = 8,
+    recorded: int = 3,
+    model: nn.Module | None = None,
 ) -> list[torch.Tensor]:
     """The parameters and the last loss after some steps of a model, by default of one's own.
 
-    To make a model draws on the host, beside which no call of another thread is captured.
+    To make a model draws on the host, beside which no call of another thread is captured.  All steps but the
+    `recorded` first must be replayed.
     """
     model = model or _net(seed, device)
     optimizer = xla_amp.syncfree.AdamW(model.parameters(), lr=1e-2)
@@ -179,7 +187,7 @@ def _train(
     for x, y in _batches(seed, steps):
         loss = run(x.to(device), y.to(device))
     if captured:
-        assert run.replays >= steps - 3, run.reasons
+        assert run.replays >= steps - recorded, (run.reasons, run._own.refused)
     return [*(parameter.detach().cpu() for parameter in model.parameters()), loss.detach().cpu()]
 
 
@@ -207,8 +215,9 @@ def test_threads_that_train_have_the_bits_and_the_programs_of_one(
     execute.clear_programs()
     models = [_net(seed, device) if captured else None for seed in range(count)]
     with xla_amp.testing.counts() as seen:
+        # What another thread does may once refuse a call, which then takes two more (docs/compile.md).
         found = _side_by_side(
-            lambda seed: _train(device, seed, captured=captured, scaled=scaled, model=models[seed]), count
+            lambda seed: _train(device, seed, captured=captured, scaled=scaled, recorded=5, model=models[seed]), count
         )
     assert all(map(_same, found, expected))
     assert seen.compilations <= alone.compilations, (seen, alone)

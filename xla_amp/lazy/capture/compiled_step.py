@@ -178,7 +178,8 @@ class _Captures:
     def __init__(self, step: Callable[..., Any], declared: tuple[Any, ...]) -> None:
         self.cache: list[Capture] = []
         self.state = State(step, declared)
-        self.failures = 0
+        self.failures, self.refused = 0, ""
+        """Calls that could not be replayed since the last that could, and why the last of them could not."""
         self.given_up = False
 
 
@@ -318,7 +319,7 @@ class Compiled(Generic[_Arguments, _Result]):
                     "argument"
                 ) from None
             own.cache.remove(capture)
-            own.failures += 1
+            own.failures, own.refused = own.failures + 1, str(reason)
             if own.failures >= PATIENCE:
                 self._report(str(reason))
         return result
