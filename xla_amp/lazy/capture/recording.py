@@ -350,8 +350,7 @@ def _freed_cycles() -> Iterator[None]:
     try:
         yield
         with trace.lock:  # one thread at a time
-            pairs = zip(gc.get_stats(), before, strict=True)
-            gc.collect(2 if any(now["collections"] > then["collections"] for now, then in pairs) else 0)
+            gc.collect(0 if gc.get_stats() == before else 2)
     finally:
         if enabled:
             gc.enable()
