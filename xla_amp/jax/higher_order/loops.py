@@ -42,7 +42,7 @@ def _with_wide_gradients(call: HigherOrderCall, consts: Sequence[Value], body: A
     Each iteration adds to the gradient of a constant, in its dtype.
     """
     around = call.interpreter
-    contracted = contracted_arguments(body, around.settings.current_policy())
+    contracted = contracted_arguments(body, around.policy)
     kept = around.backward or bool(around.settings.as_written)
     return [
         value
