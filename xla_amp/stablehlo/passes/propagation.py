@@ -193,7 +193,7 @@ class Propagation:
     # Phase 2.
 
     def _running_sums(self) -> None:
-        if not [node for node in self.nodes if not (node.index is None or node.boundary or node.in_opaque)]:
+        if all(node.index is None or node.boundary or node.in_opaque for node in self.nodes):
             return  # no value comes back to where it was made
         graph, low = self.graph, {number for number, node in enumerate(self.nodes) if node.colour == "allow"}
         others = set(range(len(self.nodes))) - low
