@@ -23,8 +23,7 @@ _ENDS: Final = frozenset({"layer", "module", "parameter", "rule", "where"})
 _KEPT: Final = "where"
 """The column that no terminal is too narrow for."""
 _SHORTEST: Final = {_KEPT: 20, "operation": 13, "rule": 20}
-"""Characters that a cut cell keeps; 10 in other columns.  A rule in fewer would be broken inside its words by rich."""
-
+"""Characters that a cut cell keeps; 10 in other columns.  A rule in fewer loses the line of its file."""
 _LONGEST: Final = 20
 """Characters of a word, such as a path, that rich leaves whole in every column but the first."""
 
@@ -95,14 +94,17 @@ class Table:
             names = tuple(name for name in names if name != left_out)
             rows = self.shown(names)[1][:most]
             widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-            least = [
-                size if name in self.numeric else min(size, max(len(name), _SHORTEST.get(name, 10)))
-                for size, name in zip(widths, names, strict=True)
-            ]
             if drawn:
                 words = [max(map(len, " ".join(column).split())) for column in zip(names, *rows, strict=True)]
-                whole = [name in (names[0], *self.numeric) for name in names]
-                least = [w if each else min(n, _LONGEST) for w, n, each in zip(widths, words, whole, strict=True)]
+                least = [
+                    size if name in (names[0], *self.numeric) else min(word, _LONGEST)
+                    for size, name, word in zip(widths, names, words, strict=True)
+                ]
+            else:
+                least = [
+                    size if name in self.numeric else min(size, max(len(name), _SHORTEST.get(name, 10)))
+                    for size, name in zip(widths, names, strict=True)
+                ]
             room = width - 2 * (len(names) - 1 + drawn)
             if sum(least) <= room:
                 break
