@@ -15,9 +15,8 @@ from xla_amp.tools import doctor
 
 def test_the_command(own_policy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setattr(
-        xla_amp, "__version__", "9.0.0"
-    )  # pip does not know it, as after a pull into an editable install
+    # pip does not know this version, as after a pull into an editable install.
+    monkeypatch.setattr(xla_amp, "__version__", "9.0.0")
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["xla-amp"] == "9.0.0"
