@@ -46,6 +46,8 @@ def test_a_function_of_jax():
     assert report.saved.autocast < report.saved.plain
     for word in ("matmul", "bfloat16", "head", "total", "float32->bfloat16", f"{report.saved.autocast} bytes"):
         assert word in str(report)
+    assert str(report) == report.page().text()
+    assert report.page().title == "2 of 2 products and convolutions run low"
 
 
 def test_contractions_that_stay_float32_and_steps():

@@ -20,7 +20,7 @@ import xla_amp.xla_model as xm
 from xla_amp import GradScaler, autocast, syncfree, xla_device
 from xla_amp.metrics import report
 from xla_amp.syncfree import AdamW
-from xla_amp.common.precision_report import Line
+from xla_amp.pages.precision_report import Line
 
 
 @autocast("cpu")

@@ -18,7 +18,6 @@ import jax
 import numpy as np
 
 from xla_amp.common import events
-from xla_amp.common.precision_report import PrecisionReport, SavedBytes, summarize
 from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
 from xla_amp.jax import compat, modules, override_scope
@@ -28,8 +27,8 @@ from xla_amp.jax.decisions import Residual, Settings, is_castable, resolve_setti
 from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
 from xla_amp.jax.interpreter import Interpreter
 from xla_amp.jax.value_info import arguments, arrays_of
+from xla_amp.pages.precision_report import PrecisionReport, SavedBytes, summarize
 from xla_amp.policy import Policy, PolicyLike, effects
-from xla_amp.policy.op_catalog import is_contraction
 
 _P = ParamSpec("_P")
 _Rest = ParamSpec("_Rest")
@@ -216,7 +215,7 @@ def _wrap(region: AutocastContext, function: Any) -> Any:
             if not has_backward(plain.closed.jaxpr):
                 with contextlib.suppress(TypeError, ValueError, NotImplementedError):  # no derivative exists
                     saved = SavedBytes(low.saved_bytes(), plain.saved_bytes())
-        return summarize(records, is_contraction, saved)
+        return summarize(records, saved)
 
     with contextlib.suppress(AttributeError, TypeError):
         functools.update_wrapper(call, function)

@@ -10,10 +10,10 @@ from typing import Final
 
 from xla_amp.common import events, units
 from xla_amp.common.events import DecisionRecord
-from xla_amp.common.precision_report import PrecisionReport, summarize
 from xla_amp.jax import primitives
 from xla_amp.pages import operations
 from xla_amp.pages.page import Page, Report
+from xla_amp.pages.precision_report import PrecisionReport, summarize
 from xla_amp.policy.op_catalog import is_contraction
 
 _CONVERSIONS: Final = frozenset({"_to_copy", "convert_element_type", "to"})
@@ -57,7 +57,7 @@ class ExplainReport(Report):
 
     def precision(self) -> PrecisionReport:
         """What ran low: contractions, float32 regions and casts, for each module and in total."""
-        return summarize(self.records, is_contraction)
+        return summarize(self.records)
 
     def page(self) -> Page:
         """The report for people."""

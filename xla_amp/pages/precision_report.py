@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from xla_amp.common.events import DecisionRecord
 from xla_amp.common.tables import Table
 from xla_amp.common.types import LOW_DTYPES
+from xla_amp.pages import paths
+from xla_amp.pages.page import Page, Report, Section
+from xla_amp.policy.op_catalog import is_contraction
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class SavedBytes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PrecisionReport:
+class PrecisionReport(Report):
     """What ran in the low dtype and what did not; ``print(report)`` shows tables.
 
     Contractions are matrix products, convolutions and recurrent cells.  A float32 region is another operation that got
@@ -65,28 +68,26 @@ class PrecisionReport:
     saved: SavedBytes | None = None
     """None where there is no backward pass, or it is part of the program."""
 
-    def __str__(self) -> str:
+    def page(self) -> Page:
+        """The report for people."""
         lines = Table(
             columns=("count", "operation", "runs in", "scope", "where", "why"),
             rows=[
-                (line.count, each.operation, line.dtype, each.module, each.location, each.why)
+                (line.count, each.operation, line.dtype, each.module, paths.line(each.location), each.why)
                 for line in (*self.low, *self.float32, *self.float32_regions)
                 for each in (line.record,)
             ],
         )
         totals = Table(columns=("scope", "low", "float32", "float32 regions", "casts"), rows=self.scopes)
-        casts = ", ".join(f"{count} x {kind}" for kind, count in self.casts.items()) or "none"
-        parts = [lines.text(), totals.text(), f"casts: {casts}"]
+        facts = {"casts": ", ".join(f"{count} x {kind}" for kind, count in self.casts.items()) or "none"}
         if self.saved is not None:
-            parts.append(
-                f"saved for the backward pass: {self.saved.autocast} bytes, {self.saved.plain} without autocast"
-            )
-        return "\n\n".join(filter(None, parts))
+            facts["saved for the backward pass"] = f"{self.saved.autocast} bytes, {self.saved.plain} without autocast"
+        *_, (_, low, float32, _, _) = self.scopes
+        sections = Section("Operations", table=lines), Section("Scopes", table=totals)
+        return Page(f"{low} of {low + float32} products and convolutions run low", facts, sections)
 
 
-def summarize(
-    records: Iterable[DecisionRecord], is_contraction: Callable[[str], bool], saved: SavedBytes | None = None
-) -> PrecisionReport:
+def summarize(records: Iterable[DecisionRecord], saved: SavedBytes | None = None) -> PrecisionReport:
     """The report of the operations that ran."""
     low: dict[Any, list[DecisionRecord]] = {}
     wide: dict[Any, list[DecisionRecord]] = {}
