@@ -249,23 +249,37 @@ def test_what_is_no_hlo(data):
 
 # Errors.
 
+PLAIN = "func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> {\n  return %x : tensor<4xf32>\n}\n"
+TEXT = "// caf\u00e9\n" + PLAIN
+MLIR = "not a StableHLO module: "
+
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("data", "reason"),
     [
-        ("module {\n  func.func @main() { stablehlo.tahn }\n}", "line 2, column 23: custom op 'stablehlo.tahn' is"),
-        ("hello\nworld", "line 1, column 1: custom op 'hello' is unknown"),
-        (TWO[:150], r"line \d+, column \d+: expected"),
-        (TWO.replace("stablehlo.add %0, %0", "stablehlo.add %0, %7"), "line 4, column 26: use of undeclared SSA value"),
-        (QUANTIZED.replace("-> tensor<4x8xf32> {", "-> tensor<4x9xf32> {"), r"line 8, column 3: .*doesn't match"),
+        (b"", "empty; expected a StableHLO module"),
+        (b" \n", "empty; expected a StableHLO module"),
+        (b"hello\nworld", f"{MLIR}line 1, column 1: custom op 'hello' is unknown"),
+        (b"module {\n  func.func @main() { stablehlo.tahn }\n}", f"{MLIR}line 2, column 23: custom op 'stablehlo.tahn"),
+        (b"func.func @main() { return 1 }", MLIR),
+        (TWO[:150].encode(), rf"{MLIR}line \d+, column \d+: expected"),
+        (TWO.replace("add %0, %0", "add %0, %7").encode(), f"{MLIR}line 4, column 26: use of undeclared SSA value"),
+        (QUANTIZED.replace("f32> {", "f64> {").encode(), rf"{MLIR}line 8, column 3: .*doesn't match"),
+        (dump(parse(TWO.encode()), "bytecode")[:200], f"{MLIR}attempting to parse"),  # bytecode has no lines
+        (b"ML\xefRnothing", MLIR),
+        (b"module {}", "expected a function @main or exactly one public function; public functions: none"),
+        (b"\x7fELF\xff\xfe", "neither MLIR text in UTF-8, MLIR bytecode nor a portable artifact, and not a jax"),
+        *((TEXT.encode(each), "neither MLIR text in UTF-8") for each in ("utf-16", "utf-16-le", "utf-16-be")),
+        *((TEXT.encode(each), "neither MLIR text in UTF-8") for each in ("utf-32", "latin-1")),
     ],
-    ids=["operation", "text", "truncated", "value", "verifier"],
 )  # fmt: skip
-def test_a_parse_error_has_its_place_and_reason(text, reason):
-    with pytest.raises(ModuleError, match=f"bad: not a StableHLO module: {reason}"):
-        parse(text.encode(), "bad")
+def test_damage_is_one_clear_error_with_its_place_and_reason(data, reason):
+    with pytest.raises(ModuleError, match=f"^bad: {reason}") as raised:
+        parse(data, "bad")
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 1000
 
 
-def test_an_error_in_bytecode_has_no_line():
-    with pytest.raises(ModuleError, match="bad: not a StableHLO module: attempting to parse"):
-        parse(dump(parse(TWO.encode()), "bytecode")[:200], "bad")
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_text_in_utf_8_may_have_a_byte_order_mark(encoding):
+    assert parse(TEXT.encode(encoding), "program").format == "text"
