@@ -60,6 +60,13 @@ def test_a_precision_or_an_algorithm_wins(precision):
     assert contractions(autocast(function), x, w) == {expected: 1}
     assert contractions(jax.grad(autocast(function), (0, 1)), x, w) == {expected: 3}
     assert contractions(autocast(jax.grad(function, (0, 1))), x, w) == {expected: 3}
+    given = jax.jit(lambda x, w: (function(x, w), x @ w)).lower(x, w)
+    converted = stablehlo.autocast(given)
+    first, second = (line for line in converted.text().splitlines() if "dot_general" in line)
+    assert ["xbf16" in first, "xbf16" in second] == [expected == LOW, True]
+    assert re.search("(precision|algorithm) = [^:]*", first)[0] in given.as_text()
+    asks = any("the program asks for float32" in each.why for each in converted.report.operations)
+    assert asks == (expected == WIDE)
 
 
 def test_a_convolution_and_the_global_setting_win_too():

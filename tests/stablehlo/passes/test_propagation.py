@@ -20,6 +20,7 @@ from xla_amp.stablehlo.converted import Converted
 from xla_amp.stablehlo.op_table import table
 from xla_amp.stablehlo.passes.clone_functions import SMALL
 
+ONE = "(tensor<8x8xf32>) -> tensor<8x8xf32>"
 DOT = "contracting_dims = [1] x [0] : (tensor<8x8xf32>, tensor<8x8xf32>) -> tensor<8x8xf32>"
 
 
@@ -51,21 +52,31 @@ BETWEEN = [
     ("%b = stablehlo.multiply %a, %x : tensor<8x8xf32>", "multiply", "float32", ""),
     ("%b = stablehlo.subtract %a, %a : tensor<8x8xf32>", "subtract", "bfloat16", "between two low"),
     ("%b = stablehlo.multiply %a, %a : tensor<8x8xf32>", "multiply.square", "float32", ""),
-    ("%b = stablehlo.transpose %a, dims = [1, 0] : (tensor<8x8xf32>) -> tensor<8x8xf32>", "transpose", "bfloat16", ""),
+    (f"%b = stablehlo.transpose %a, dims = [1, 0] : {ONE}", "transpose", "bfloat16", ""),
     ("%b = stablehlo.exponential %a : tensor<8x8xf32>", "exponential", "float32", "range"),
     ("%b = stablehlo.rsqrt %a : tensor<8x8xf32>", "rsqrt", "float32", ""),
     ("%b = stablehlo.add %a, %x : tensor<8x8xf32>", "add", "float32", ""),
+    ("%b = stablehlo.cholesky %a, lower = true : tensor<8x8xf32>", "cholesky", "float32", "condition number"),
+    ("%b = chlo.erf_inv %a : tensor<8x8xf32> -> tensor<8x8xf32>", "chlo.erf_inv", "float32", ""),
+    ("%b = chlo.lgamma %a : tensor<8x8xf32> -> tensor<8x8xf32>", "chlo.lgamma", "float32", "special function"),
+    ("%b = chlo.bessel_i1e %a : tensor<8x8xf32> -> tensor<8x8xf32>", "chlo.bessel_i1e", "float32", ""),
+    (f"%b = stablehlo.custom_call @mine(%a) : {ONE}", "custom_call.mine", "float32", "not in the"),
+    (f'%b = stablehlo.composite "my.gelu" %a {{decomposition = @inner}} : {ONE}', "composite", "float32", "not in the"),
 ]
+INNER = """func.func private @inner(%a: tensor<8x8xf32>) -> tensor<8x8xf32> {
+  %b = stablehlo.sine %a : tensor<8x8xf32>
+  return %b : tensor<8x8xf32>
+}"""
 
 
 @pytest.mark.parametrize(("line", "name", "dtype", "reason"), BETWEEN, ids=[row[1] for row in BETWEEN])
 def test_between_two_contractions(line: str, name: str, dtype: str, reason: str) -> None:
-    converted = autocast(
-        main(f"%a = stablehlo.dot_general %x, %w, {DOT}\n{line}\n%out = stablehlo.dot_general %b, %w, {DOT}")
-    )
+    body = f"%a = stablehlo.dot_general %x, %w, {DOT}\n{line}\n%out = stablehlo.dot_general %b, %w, {DOT}"
+    converted = autocast(main(body, more=INNER))
     assert runs_in(converted, name) == [dtype]
     assert reason in why(converted, name)
     assert runs_in(converted, "dot_general") == ["bfloat16", "bfloat16"]
+    assert "@inner(%arg0: tensor<8x8xf32>)" in converted.text()
 
 
 def test_deny_goes_forward_through_infer_and_stops_at_allow() -> None:
@@ -343,33 +354,6 @@ def test_casts_of_the_program_are_folded_where_that_keeps_the_rounding() -> None
     )
 
 
-ALGORITHM = (
-    "algorithm = <lhs_precision_type = f32, rhs_precision_type = f32, accumulation_type = f32, "
-    "lhs_component_count = 1, rhs_component_count = 1, num_primitive_operations = 1, "
-    "allow_imprecise_accumulation = false>"
-)
-
-
-@pytest.mark.parametrize(
-    ("request_", "stays"),
-    [("precision = [HIGHEST, HIGHEST]", True), ("precision = [DEFAULT, HIGH]", True), (ALGORITHM, True)]
-    + [("precision = [DEFAULT, DEFAULT]", False)],
-)
-def test_a_precision_or_an_algorithm_of_the_program_wins(request_: str, stays: bool) -> None:
-    tail = DOT.removeprefix("contracting_dims = [1] x [0]")
-    converted = autocast(
-        main(
-            f"""%a = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0], {request_}{tail}
-            %out = stablehlo.dot_general %a, %w, {DOT}"""
-        )
-    )
-    dots = [line for line in converted.text().splitlines() if "dot_general" in line]
-    assert ["xbf16" in line for line in dots] == [not stays, True]
-    assert [request_ in line for line in dots] == [True, False]
-    if stays:
-        assert any("the program asks for float32" in each.why for each in converted.report.operations)
-
-
 @pytest.mark.parametrize("exported", [False, True])  # a portable artifact has a composite in its place
 @pytest.mark.parametrize("precision", [None, "highest"])
 def test_a_ragged_product_runs_low_unless_it_asks_for_a_precision(precision: str | None, exported: bool) -> None:
@@ -388,37 +372,7 @@ def test_a_ragged_product_runs_low_unless_it_asks_for_a_precision(precision: str
     assert ("tensor<8x16xbf16>" in str(again)) == (precision is None)
 
 
-# Operations that stay float32, with a reason.
-
-STAYS = [
-    ("%b = stablehlo.custom_call @mine(%a) : (tensor<8x8xf32>) -> tensor<8x8xf32>", "custom_call.mine", "not in the"),
-    (
-        '%b = stablehlo.composite "my.gelu" %a {decomposition = @inner} : (tensor<8x8xf32>) -> tensor<8x8xf32>',
-        "composite",
-        "not in the module",
-    ),
-    ("%b = stablehlo.cholesky %a, lower = true : tensor<8x8xf32>", "cholesky", "condition number"),
-    ("%b = chlo.erf_inv %a : tensor<8x8xf32> -> tensor<8x8xf32>", "chlo.erf_inv", ""),
-    ("%b = chlo.lgamma %a : tensor<8x8xf32> -> tensor<8x8xf32>", "chlo.lgamma", "special function"),
-    ("%b = chlo.bessel_i1e %a : tensor<8x8xf32> -> tensor<8x8xf32>", "chlo.bessel_i1e", ""),
-]
-INNER = """func.func private @inner(%a: tensor<8x8xf32>) -> tensor<8x8xf32> {
-  %b = stablehlo.tanh %a : tensor<8x8xf32>
-  return %b : tensor<8x8xf32>
-}"""
-
-
-@pytest.mark.parametrize(("line", "name", "reason"), STAYS, ids=[row[1] for row in STAYS])
-def test_stays_float32_with_a_reason(line: str, name: str, reason: str) -> None:
-    converted = autocast(
-        main(
-            f"%a = stablehlo.dot_general %x, %w, {DOT}\n{line}\n%out = stablehlo.dot_general %b, %w, {DOT}", more=INNER
-        )
-    )
-    assert runs_in(converted, name) == ["float32"]
-    assert reason in why(converted, name)
-    assert runs_in(converted, "dot_general") == ["bfloat16", "bfloat16"]
-    assert "@inner(%arg0: tensor<8x8xf32>)" in converted.text()
+# Shardings.
 
 
 def test_sharding_annotations_are_passed_through() -> None:
