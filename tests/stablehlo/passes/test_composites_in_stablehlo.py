@@ -10,7 +10,6 @@ import module_runs
 import numpy as np
 import pytest
 
-from xla_amp.errors import PolicyError
 from xla_amp.stablehlo import autocast
 
 nn = pytest.importorskip("flax.linen")
@@ -95,8 +94,3 @@ def test_a_log_softmax_with_a_symbolic_batch() -> None:
     exported = jax.export.export(jax.jit(jax.nn.log_softmax))(jax.ShapeDtypeStruct((batch, 8), jnp.float32))
     report = autocast(exported, rules={"log_softmax": "low"}, strict=True).report
     assert {each.result for each in report.operations if each.operation == "log_softmax"} == {("bfloat16",)}
-
-
-def test_a_ban_names_the_function() -> None:
-    with pytest.raises(PolicyError, match=r"silu: .*bans it"):
-        decided({"silu": "ban"})
