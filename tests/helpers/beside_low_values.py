@@ -1,4 +1,4 @@
-"""Functions with something beside a product: bounds of one array; biases, and what is none, of ``(h, w, vector)``.
+"""Functions with something beside a product: biases, and what is none, of ``(h, w, vector)``.
 
 `h` is 8 x 16, `w` 16 x 6, a bias has 6 elements, and `FAR`, which float16 cannot hold, has 8.
 """
@@ -6,15 +6,6 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-BOUNDS = {
-    "clip": lambda p: jnp.log(1 - jnp.clip(p, 1e-6, 1 - 1e-6)),
-    "minimum": lambda p: jnp.arctanh(jnp.minimum(jnp.abs(p), 1 - 1e-5)),
-    "clamp": lambda p: jnp.arccos(lax.clamp(-1 + 1e-6, p, 1 - 1e-6)),
-    "where": lambda p: 1 / (1 - jnp.where(p < 0.9999, p, 0.9999)),
-    "function": lambda p: jnp.log(1 - jax.jit(jnp.minimum)(p, 1 - 1e-6)),
-    "argument": lambda p: jax.jit(lambda p, eps: jnp.log(1 - jnp.minimum(p, 1 - eps)))(p, 1e-6),
-}
 
 FAR = jnp.linspace(69000.0, 71000.0, 8)
 NO_BIAS = {
