@@ -259,24 +259,8 @@ SCHEDULES = {
 }
 
 
-def of_schedule(name):
-    def program(device, compiled):
-        model = network(device)
-        groups = [{"params": list(model[0].parameters())}, {"params": list(model[1:].parameters()), "lr": 0.05}]
-        optimizer = xla_amp.syncfree.SGD(groups, lr=0.1, momentum=0.9)
-        schedule = SCHEDULES[name](optimizer)
-        step, results = compiled(training(device, model, optimizer)), []
-        for x in batches(device, (6, 8)) * 2:
-            results.append(step(x))
-            schedule.step()
-        return results + tensors(model), [step]
-
-    program.__name__ = f"schedule: {name}"
-    return program
-
-
-def schedules_inside(name):
-    """Stepped by the step, behind its optimizer."""
+def of_schedule(name, inside=False):
+    """Stepped after each step or by the step, behind its optimizer."""
 
     def program(device, compiled):
         model = network(device)
@@ -289,15 +273,17 @@ def schedules_inside(name):
             schedule.step()
             return loss
 
-        step, results = compiled(step), []
+        step, results = compiled(step if inside else train), []
         for number, x in enumerate(batches(device, (6, 8)) * 2):
             results.append(step(x))
-            if number == 9:  # a checkpoint is loaded
+            if not inside:
+                schedule.step()
+            elif number == 9:  # a checkpoint is loaded
                 schedule.load_state_dict({**schedule.state_dict(), "last_epoch": 2})
             results += [torch.tensor(group["lr"]) for group in optimizer.param_groups]
         return results + tensors(model), [step]
 
-    program.__name__ = f"schedule inside: {name}"
+    program.__name__ = f"schedule{' inside' * inside}: {name}"
     return program
 
 
@@ -549,7 +535,7 @@ def mixture_of_experts(device, compiled):
 PROGRAMS = [
     averages_by_data, mixture_of_experts, accumulation, accumulation_in_a_step, two_step_gan, alternating_shapes,
     mixed_optimizers, checkpoints, shared_with_jax, *map(of_schedule, SCHEDULES),
-    *map(schedules_inside, SCHEDULES), schedule_far_away, schedule_made_later, trainer_class,
+    *(of_schedule(name, inside=True) for name in SCHEDULES), schedule_far_away, schedule_made_later, trainer_class,
     recurrent_in_parts, gradient_penalty, activation_checkpointing, transformers_model, *map(of_optimizer, OPTIMIZERS),
 ]  # fmt: skip
 

@@ -116,6 +116,9 @@ def compared(device):
     array = np.full(1, 2.0)
     schedule = types.SimpleNamespace(last_epoch=2)
     tensors = [torch.full((2,), 2.0, device=device)]
+    partial = functools.partial(lambda x, factor: x * factor, factor=2.0)
+    hides, hidden, parts = Class(), Class(), [[1.0, 2.0], [3.0]]
+    hidden.factor = 2.0
     return {
         "a closure": cell(2.0),
         "a list": (lambda x: x * items[0], _set(items, 0)),
@@ -130,6 +133,14 @@ def compared(device):
         "a container in an attribute": (lambda x: x * settings.T["k"][0], lambda v: settings.T["k"].__setitem__(0, v)),
         "an enum": (lambda x: x * settings.mode.value, lambda value: setattr(settings, "mode", Mode(value))),
         "a class": (lambda x: x * Class.factor, _set(Class, "factor")),
+        "an attribute that comes": (lambda x: x * hides.factor, _set(hides, "factor")),  # and hides its class's
+        "an attribute that goes": (
+            lambda x: x * hidden.factor, lambda value: (delattr(hidden, "factor"), _set(Class, "factor")(value))
+        ),
+        "a partial's keyword": (partial, _set(partial.keywords, "factor")),
+        "an item that moves between lists": (
+            lambda x: x * len(parts[0]), lambda value: parts[0].append(parts[1].pop())
+        ),
         "self": (trainer.step, _set(trainer, "factor")),
         "an object's epoch": (lambda x: x * schedule.last_epoch, _set(schedule, "last_epoch")),
         "a module's attribute": (lambda x: module(x), _set(module, "factor")),
@@ -396,36 +407,6 @@ def test_the_mode_of_gradients_is_compared(device):
     assert captured.replays > 0
     captured(x).backward()
     assert weight.grad.tolist() == [0.0, 1.0, 2.0]
-
-
-def test_a_keyword_of_a_partial_that_changes_is_another_capture(device):
-    step = functools.partial(lambda x, factor: x * factor, factor=2.0)
-    compiled, x = xla_amp.compile(step, strict=True), torch.ones(2, device=device)
-    assert [compiled(x).tolist() for _ in range(4)] == [[2.0] * 2] * 4
-    step.keywords["factor"] = 3.0
-    assert compiled(x).tolist() == [3.0] * 2
-
-
-def test_names_that_come_and_go_are_other_captures(device):
-    class Settings:
-        scale = 2.0
-
-    settings, x = Settings(), torch.ones(2, device=device)
-    step = xla_amp.compile(lambda x: x * settings.scale, strict=True)
-    assert [step(x).tolist() for _ in range(4)] == [[2.0] * 2] * 4
-    settings.scale = 3.0  # the instance's own
-    assert step(x).tolist() == [3.0] * 2
-    del settings.scale
-    Settings.scale = 4.0
-    assert step(x).tolist() == [4.0] * 2
-
-
-def test_an_item_that_moves_between_lists_is_another_capture(device):
-    settings, x = types.SimpleNamespace(parts=[[1.0, 2.0], [3.0]]), torch.ones(1, device=device)
-    step = xla_amp.compile(lambda x: x * len(settings.parts[0]), strict=True)
-    assert [step(x).item() for _ in range(4)] == [2.0] * 4
-    settings.parts[1].insert(0, settings.parts[0].pop())
-    assert step(x).item() == 1.0
 
 
 def test_a_replay_runs_few_functions_of_the_package(device):
