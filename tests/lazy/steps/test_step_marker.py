@@ -59,21 +59,23 @@ def training(
     return decorate
 
 
-@training(1, torch.optim.Adam)
-def zero_grad_before_with_another_rate(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-    optimizer.param_groups[0]["lr"] *= 0.9
-    optimizer.zero_grad()
-    model(x.to("jax")).square().mean().backward()
-    optimizer.step()
-
-
-@training(1, torch.optim.AdamW)
-def loss_read_every_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
+def step(model: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
     optimizer.zero_grad()
     loss = model(x.to("jax")).square().mean()
     loss.backward()
     optimizer.step()
-    return loss.item()
+    return loss
+
+
+@training(1, torch.optim.Adam)
+def zero_grad_before_with_another_rate(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.9
+    step(model, optimizer, x)
+
+
+@training(1, torch.optim.AdamW)
+def loss_read_every_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
+    return step(model, optimizer, x).item()
 
 
 @training(2, torch.optim.AdamW)
@@ -117,13 +119,7 @@ def climbs_before_the_step(model: nn.Module, optimizer: torch.optim.Optimizer, x
 def no_module_and_no_upload() -> Callable[[], Any]:
     weight, x = nn.Parameter(torch.ones(5, 2).to("jax")), batch().to("jax")
     optimizer = torch.optim.SGD([weight], lr=0.01)
-
-    def body() -> None:
-        optimizer.zero_grad()
-        (x @ weight).square().mean().backward()
-        optimizer.step()
-
-    return body
+    return lambda: step(lambda x: x @ weight, optimizer, x)
 
 
 @loop(1)
@@ -149,14 +145,7 @@ def two_optimizers_in_turn() -> Callable[[], Any]:
     one, two, x = network(), network(7), batch()
     first = torch.optim.SGD(one.parameters(), lr=0.01)
     second = torch.optim.Adam(two.parameters(), lr=0.01)
-
-    def body() -> None:
-        for model, optimizer in ((one, first), (two, second)):
-            optimizer.zero_grad()
-            model(x.to("jax")).square().mean().backward()
-            optimizer.step()
-
-    return body
+    return lambda: (step(one, first, x), step(two, second, x))
 
 
 @loop(1)
