@@ -11,6 +11,23 @@ from torch.testing._internal.common_optimizers import OptimizerInfo
 
 import xla_amp
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ASGD": {"t0": 2.0, "lambd": 0.01},
+    "Adadelta": {"weight_decay": 0.01},
+    "Adafactor": {"weight_decay": 0.01},
+    "Adagrad": {"lr_decay": 0.1, "initial_accumulator_value": 0.5},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "Adamax": {},
+    "Muon": {},
+    "NAdam": {"weight_decay": 0.01, "decoupled_weight_decay": True},
+    "RAdam": {"weight_decay": 0.01, "decoupled_weight_decay": True},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9, "weight_decay": 0.01},
+    "SparseAdam": {},
+}
+"""Options that change the arithmetic of each optimizer of torch that needs no closure."""
 SHAPES = [(5, 3), (4,), ()]
 
 

@@ -84,6 +84,7 @@ def test_a_malformed_rule_has_one_message(
             continue  # refused by the parser: below
         assert main(["convert", str(module), "-o", str(out), *arguments]) == 2
         said.append(capsys.readouterr().err)
+    assert len(said) == 3 or said[3].startswith(f"xla-amp: --rule '{name}'")
     assert all(message in each and len(each.strip().splitlines()) == 1 for each in said), said
     assert not out.exists()
 

@@ -7,28 +7,13 @@ import warnings
 
 import pytest
 import torch
+from optimizer_runs import OPTIONS
 from torch import nn
 
 import xla_amp
 from xla_amp import GradScaler
 from xla_amp.testing import counts as counted
 
-OPTIONS = {
-    "ASGD": {"t0": 2.0, "lambd": 0.01},
-    "Adadelta": {"weight_decay": 0.01},
-    "Adafactor": {"weight_decay": 0.01},
-    "Adagrad": {"lr_decay": 0.1, "initial_accumulator_value": 0.5},
-    "Adam": {"amsgrad": True},
-    "AdamW": {},
-    "Adamax": {},
-    "Muon": {},
-    "NAdam": {"weight_decay": 0.01, "decoupled_weight_decay": True},
-    "RAdam": {"weight_decay": 0.01, "decoupled_weight_decay": True},
-    "RMSprop": {"momentum": 0.9, "centered": True},
-    "Rprop": {},
-    "SGD": {"momentum": 0.9, "weight_decay": 0.01},
-    "SparseAdam": {},
-}
 STEPS = 9
 
 

@@ -41,23 +41,15 @@ def leaves(device):
     return [torch.full((2, 2), 3.0, device=device, requires_grad=True) for _ in range(2)]
 
 
-def test_backward_runs_as_forward_did(device):
+@pytest.mark.parametrize(("cast", "used"), [("low", LOW), ("fp32", FULL)])
+def test_backward_runs_as_forward_did(device, cast, used):
     (function, seen), (a, b) = matmul_function(device), leaves(device)
-    with autocast(device, dtype=LOW):
+    with policy.override(mm=cast), autocast(device, dtype=LOW):
         loss = function.apply(a, b).sum()
     loss.backward()
-    assert seen == [(True, FULL, LOW), (True, LOW, LOW)]
+    assert seen == [(True, FULL, used), (True, used, used)]
     assert a.grad.dtype is FULL
     assert a.grad.tolist() == [[6.0, 6.0], [6.0, 6.0]]
-
-
-def test_backward_follows_the_policy_of_forward():
-    device = xla_amp.xla_device()
-    (function, seen), (a, b) = matmul_function(device), leaves(device)
-    with policy.override(mm="fp32"), autocast(device, dtype=LOW):
-        loss = function.apply(a, b).sum()
-    loss.backward()
-    assert seen == [(True, FULL, FULL), (True, FULL, FULL)]
 
 
 @pytest.mark.parametrize("argument", [torch.ones(2), 3])

@@ -9,28 +9,13 @@ import warnings
 
 import pytest
 import torch
+from optimizer_runs import OPTIONS
 from torch import nn
 
 import xla_amp
 from xla_amp import GradScaler, syncfree
 from xla_amp.testing import counts as counted
 
-OPTIONS = {
-    "ASGD": {},
-    "Adadelta": {},
-    "Adafactor": {"weight_decay": 0.01},
-    "Adagrad": {"lr_decay": 0.1, "initial_accumulator_value": 0.5},
-    "Adam": {},
-    "AdamW": {},
-    "Adamax": {},
-    "Muon": {},
-    "NAdam": {},
-    "RAdam": {},
-    "RMSprop": {"momentum": 0.9, "centered": True},
-    "Rprop": {},
-    "SGD": {"momentum": 0.9},
-    "SparseAdam": {},
-}
 NOT_HERE = {"LBFGS": "its step needs a closure, which scalers refuse, and decides on the host how often to call it"}
 BAD = (0, 7)
 STEPS = 20
