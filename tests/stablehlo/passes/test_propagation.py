@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import module_runs
 import numpy as np
 import pytest
-from beside_low_values import BIASES, FAR, NO_BIAS
+from jax import lax
 
 from xla_amp.common import events
 from xla_amp.errors import ModuleError, PolicyError, RuleWarning, UnsupportedDtypeError
@@ -18,6 +18,7 @@ from xla_amp.policy.op_catalog import catalogue
 from xla_amp.stablehlo import autocast, ir
 from xla_amp.stablehlo.converted import Converted
 from xla_amp.stablehlo.op_table import table
+from xla_amp.stablehlo.passes.canonicalize import untranspose
 from xla_amp.stablehlo.passes.clone_functions import SMALL
 
 ONE = "(tensor<8x8xf32>) -> tensor<8x8xf32>"
@@ -97,6 +98,34 @@ def test_deny_goes_forward_through_infer_and_stops_at_allow() -> None:
     assert runs_in(converted, "negate") == ["bfloat16"]
 
 
+FAR = jnp.linspace(69000.0, 71000.0, 8)
+"""Numbers that float16 cannot hold; of ``(h, w, vector)``, `h` is 8 x 16, `w` 16 x 6, a bias has 6 elements."""
+NO_BIAS = {
+    "of rows": lambda h, w, v: v[:, None] + h @ w,
+    "a factor": lambda h, w, v: (h @ w) * v[:6],
+    "a divisor": lambda h, w, v: (h @ w) / v[:6],
+    "subtracted": lambda h, w, v: v[:6] - h @ w,
+    "computed": lambda h, w, v: h @ w + jnp.tanh(h[0, :6]) * 7e4,
+    "computed, in a loop": lambda h, w, v: lax.scan(lambda c, b: (c, h @ w + b), 0.0, jnp.tanh(h[:2, :6]) * 7e4)[1],
+    "of a matrix": lambda h, w, v: h @ w + (v[:, None] * jnp.ones(6)),
+    "a scalar": lambda h, w, v: h @ w + v[0],
+    "no product": lambda h, w, v: jnp.tanh(h @ w) + v[:6],
+    "of scores": lambda h, w, v: jnp.tanh(h) @ jnp.tanh(h).T + v,
+}
+
+BIASES = {
+    "a layer": lambda h, w, b: h @ w + b,
+    "from the left": lambda h, w, b: b + h @ w,
+    "a row": lambda h, w, b: h @ w + b[None],
+    "spread": lambda h, w, b: h @ w + jnp.broadcast_to(b, (8, 6)),
+    "a sum of products": lambda h, w, b: h @ w + jnp.tanh(h) @ w + b,
+    "two": lambda h, w, b: h @ w + b + b,
+    "einsum": lambda h, w, b: jnp.einsum("bd,dh->bh", h, w) + b,
+    "mapped": lambda h, w, b: jax.vmap(lambda x: w.T @ x + b)(h),
+    "an ensemble": lambda h, w, b: jax.vmap(lambda w, b: h @ w + b)(w.reshape(2, 16, 3), b.reshape(2, 3)),
+    "a loop": lambda h, w, b: lax.scan(lambda c, b: (c, h @ w + b), 0.0, b[None])[1],
+    "one feature": lambda h, w, b: h @ w[:, :1] + b[:1],
+}
 BESIDE = {
     **BIASES,
     **NO_BIAS,
@@ -372,7 +401,48 @@ def test_a_ragged_product_runs_low_unless_it_asks_for_a_precision(precision: str
     assert ("tensor<8x16xbf16>" in str(again)) == (precision is None)
 
 
-# Shardings.
+# Shardings name the axes of the values that they are attributes of, also after a conversion.
+
+SHARDINGS = {
+    "sdy": ('{"x"}, {"y"}', '{"y"}, {"x"}', "sdy.sharding = #sdy.sharding_per_value<[<@mesh, [%s]>]>"),
+    "mhlo": ("devices=[2,2]0,2,1,3", "devices=[2,2]0,1,2,3", 'mhlo.sharding = "{%s}"'),
+    "mhlo iota": ("devices=[2,2]<=[2,2]T(1,0)", "devices=[2,2]<=[4]", 'mhlo.sharding = "{%s}"'),
+}
+"""Dialect -> sharding of a product with its axes split, that of its transpose, the attribute."""
+
+
+def split_product(before: str, after: str) -> str:
+    """The gradient of a weight as JAX differentiates it: a transpose of a product, each with attributes."""
+    return f"""module @m attributes {{mhlo.num_partitions = 4 : i32, mhlo.num_replicas = 1 : i32}} {{
+      sdy.mesh @mesh = <["x"=2, "y"=2]>
+      func.func public @main(%dy: tensor<8x4xf32>, %x: tensor<8x6xf32>) -> tensor<6x4xf32> {{
+        %0 = stablehlo.dot_general %dy, %x, contracting_dims = [0] x [0] {{{before}}}
+          : (tensor<8x4xf32>, tensor<8x6xf32>) -> tensor<4x6xf32>
+        %1 = stablehlo.transpose %0, dims = [1, 0] {{{after}}} : (tensor<4x6xf32>) -> tensor<6x4xf32>
+        return %1 : tensor<6x4xf32>
+      }}
+    }}"""
+
+
+@pytest.mark.parametrize("dialect", SHARDINGS)
+def test_a_product_alone_with_a_sharding_is_not_swapped(dialect: str) -> None:
+    split, _, attribute = SHARDINGS[dialect]
+    parsed = ir.parse(split_product(attribute % split, ""))
+    before = ir.text(parsed)
+    (product,) = (each for each in ir.operations(parsed.operation) if each.name == "stablehlo.dot_general")
+    with product.location:
+        assert not untranspose(product)
+    assert ir.text(parsed) == before
+
+
+@pytest.mark.parametrize("dialect", SHARDINGS)
+def test_the_pass_keeps_them(dialect: str) -> None:
+    split, exchanged, attribute = SHARDINGS[dialect]
+    text = autocast(split_product(attribute % split, attribute % exchanged)).text()
+    assert "bf16" in text
+    for line in text.splitlines():
+        if "dot_general" in line or "transpose" in line:
+            assert (attribute % exchanged in line) == ("-> tensor<6x4x" in line)
 
 
 def test_sharding_annotations_are_passed_through() -> None:
