@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import xla_amp
 from xla_amp import lazy as engine
+from xla_amp import xla_model as xm
 from xla_amp.testing import counts as counted
 
 DRAWS: dict[str, Callable[[torch.Generator | None], torch.Tensor]] = {
@@ -69,10 +70,11 @@ def test_another_seed_gives_other_numbers_and_builds_nothing(device: torch.devic
 
 def test_every_way_of_seeding(device: torch.device) -> None:
     numbers = []
-    for seed in (torch.manual_seed, torch.jax.manual_seed, torch.jax.manual_seed_all, engine.manual_seed):
+    ways = (torch.manual_seed, torch.jax.manual_seed, torch.jax.manual_seed_all, engine.manual_seed, xm.set_rng_state)
+    for seed in ways:
         seed(11)
         numbers.append(torch.rand(4, device=device).tolist())
-    assert numbers == [numbers[0]] * 4
+    assert numbers == [numbers[0]] * len(ways)
 
 
 def test_the_state_is_restored_in_the_middle_of_a_tape(device: torch.device) -> None:
@@ -85,7 +87,7 @@ def test_the_state_is_restored_in_the_middle_of_a_tape(device: torch.device) -> 
         torch.jax.set_rng_state(state)
         c = torch.randn(5, device=device)
         engine.set_rng_state(state)
-        engine.set_rng_state(state)
+        xm.set_rng_state(state)
         d, e = torch.randn(5, device=device), torch.randn(5, device=device)
         engine.sync()
     assert (state.dtype, state.device.type, counts.executions) == (torch.uint8, "cpu", 1)
@@ -93,6 +95,7 @@ def test_the_state_is_restored_in_the_middle_of_a_tape(device: torch.device) -> 
     assert b.tolist() == e.tolist() != a.tolist()
     torch.manual_seed(6)
     assert torch.equal(torch.jax.get_rng_state(), state)
+    assert torch.equal(xm.get_rng_state(), state)
     assert torch.randn(5, device=device).tolist() == a.tolist()
     torch.jax.set_rng_state(state)  # after a flush
     assert torch.randn(5, device=device).tolist() == a.tolist()

@@ -344,18 +344,7 @@ def test_waiting(device):
     assert tensor.tolist() == [2.0, 2.0]
 
 
-# ---- random numbers and files ----------------------------------------------------------------------------------------
-
-
-def test_random_state(device):
-    xm.set_rng_state(3)
-    state = xm.get_rng_state()
-    first = torch.rand(3, device=device).tolist()
-    second = torch.rand(3, device=device).tolist()
-    xm.set_rng_state(state)
-    assert torch.rand(3, device=device).tolist() == first != second
-    xm.set_rng_state(3)
-    assert torch.rand(3, device=device).tolist() == first
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def test_save(device, tmp_path):
