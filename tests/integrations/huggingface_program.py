@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from small_training import counted, layers, rows
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-import xla_amp
 from xla_amp import xla_model as xm
 from xla_amp.integrations import huggingface
 
@@ -31,30 +31,17 @@ from transformers import Trainer, TrainingArguments  # noqa: E402
 BATCH = 8  # of all processes together
 
 
-def rows() -> TensorDataset:
-    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long())
-
-
 class Net(nn.Module):
     """A classifier with the forward pass that the Trainer calls; rank 0's weights are everybody's."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(xm.get_ordinal())
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+        self.body = layers()
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.body(x)
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
-def counted() -> tuple[int, int, int]:
-    """Executions, host syncs and compilations since the last call."""
-    xla_amp.sync()
-    counts = xla_amp.metrics()
-    xla_amp.metrics.reset()
-    return counts["executions"], counts["host_syncs"], counts["compilations"]
 
 
 def train_accelerate(folder: Path, precision: str, accumulate: int = 1) -> dict[str, Any]:
@@ -62,7 +49,7 @@ def train_accelerate(folder: Path, precision: str, accumulate: int = 1) -> dict[
     world = accelerator.num_processes
     set_seed(0)
     model = Net()
-    loader = DataLoader(rows(), BATCH // world)
+    loader = DataLoader(rows(64), BATCH // world)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99 ** (step / world))
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
@@ -118,7 +105,7 @@ class Bad(Trainer):
 
 def train_trainer(folder: Path, precision: str) -> dict[str, Any]:
     world = xm.xrt_world_size()
-    data = [{"x": x, "labels": y} for x, y in rows()]
+    data = [{"x": x, "labels": y} for x, y in rows(64)]
     arguments = {
         "per_device_train_batch_size": BATCH // world,
         "per_device_eval_batch_size": BATCH // world,

@@ -16,9 +16,10 @@ from typing import Any
 
 import lightning
 import torch
+from small_training import counted, layers, rows
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 import xla_amp
 import xla_amp.integrations.lightning
@@ -29,23 +30,14 @@ BATCH = 8  # of all processes together
 
 def loader() -> DataLoader[Any]:
     """Eight batches: with a sampler that takes every second row, two processes together see those of one."""
-    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
-    rows = TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long())
-    sampler = DistributedSampler(rows, xm.xrt_world_size(), xm.get_ordinal(), shuffle=False)
-    return DataLoader(rows, BATCH // xm.xrt_world_size(), sampler=sampler)
+    data = rows(64)
+    sampler = DistributedSampler(data, xm.xrt_world_size(), xm.get_ordinal(), shuffle=False)
+    return DataLoader(data, BATCH // xm.xrt_world_size(), sampler=sampler)
 
 
 def network() -> nn.Module:
     torch.manual_seed(xm.get_ordinal())  # rank 0's weights are everybody's
-    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
-
-
-def counted() -> tuple[int, int, int]:
-    """Executions, host syncs and compilations since the last call."""
-    xla_amp.sync()
-    counts = xla_amp.metrics()
-    xla_amp.metrics.reset()
-    return counts["executions"], counts["host_syncs"], counts["compilations"]
+    return layers()
 
 
 class Net(lightning.LightningModule):

@@ -17,9 +17,10 @@ from unittest.mock import Mock
 import forked
 import pytest
 import torch
+from small_training import counted, layers, rows
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever fetched
 pytest.importorskip("accelerate", reason="the extra `huggingface`")
@@ -51,9 +52,6 @@ def _no_state() -> Iterator[None]:
 
 # ---- Accelerate ------------------------------------------------------------------------------------------------------
 
-X = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
-Y = (X.sum(1) > 0).long() + (X[:, 0] > 1).long()
-
 
 class Training:
     """A loop as Accelerate's examples have it."""
@@ -62,10 +60,10 @@ class Training:
         AcceleratorState._reset_state(True)
         self.accelerator = Accelerator(**options)
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
+        model = layers(dropout)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=fused)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
-        loader = DataLoader(TensorDataset(X, Y), batch_size=4)
+        loader = DataLoader(rows(32), batch_size=4)
         prepared = self.accelerator.prepare(model, optimizer, schedule, loader)
         self.model, self.optimizer, self.schedule, self.loader = prepared
         self.counts: list[tuple[int, int]] = []
@@ -85,13 +83,10 @@ class Training:
     def epochs(self, count: int) -> torch.Tensor:
         found = []
         for _ in range(count):
-            xla_amp.metrics.reset()
+            counted()
             for x, y in self.loader:
                 found.append(self.call(x, y).detach())
-            if self.accelerator.device.type == "jax":
-                xla_amp.sync()
-            counts = xla_amp.metrics()
-            self.counts.append((counts["executions"], counts["host_syncs"]))
+            self.counts.append(counted()[:2])
         return torch.stack(found).float().cpu()
 
 
@@ -207,16 +202,13 @@ class Counts(TrainerCallback):
         self.found: list[tuple[int, int, int]] = []
 
     def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
-        xla_amp.sync(wait=True)
-        xla_amp.metrics.reset()
+        counted()
 
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        xla_amp.sync()
-        counts = xla_amp.metrics()
-        self.found.append((counts["executions"], counts["host_syncs"], counts["compilations"]))
+        self.found.append(counted())
 
 
-ROWS = [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
+ROWS = [{"x": x, "labels": y} for x, y in rows(32)]
 
 
 def trainer(model: Any, folder: Path, rows: Any = ROWS, kind: Any = Trainer, **options: Any) -> Any:

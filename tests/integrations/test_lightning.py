@@ -9,9 +9,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from small_training import counted, layers, rows
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 lightning = pytest.importorskip("lightning", reason="the extra `lightning`")
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, about work
 class Net(lightning.LightningModule):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
+        self.body = layers(dropout)
         self.losses: list[torch.Tensor] = []
         self.dtypes: set[torch.dtype] = set()
 
@@ -48,9 +49,7 @@ class Net(lightning.LightningModule):
 
 
 def loader(batches: int = 8) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(4 * batches, 8, generator=generator)
-    return DataLoader(TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long()), batch_size=4)
+    return DataLoader(rows(4 * batches), batch_size=4)
 
 
 def net(dropout: float = 0.0) -> Net:
@@ -96,14 +95,11 @@ class Counts(lightning.Callback):
         self.found: list[tuple[int, int, int]] = []
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        xla_amp.sync(wait=True)
-        xla_amp.metrics.reset()
+        counted()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         if index == len(trainer.train_dataloader) - 1 and trainer.current_epoch >= 2:
-            xla_amp.sync()
-            counts = xla_amp.metrics()
-            self.found.append((counts["executions"], counts["host_syncs"], counts["compilations"]))
+            self.found.append(counted())
 
 
 @pytest.mark.parametrize(
@@ -241,8 +237,8 @@ class Seen(lightning.Callback):
 )
 def test_captured_steps_are_the_recorded_ones(options: dict[str, Any]) -> None:
     """With dropout, clipping and a schedule; in float16 a batch overflows."""
-    rows, kept = loader(), []
-    rows.dataset.tensors[0][9] *= 1e6  # type: ignore[attr-defined]
+    data, kept = loader(), []
+    data.dataset.tensors[0][9] *= 1e6  # type: ignore[attr-defined]
     for capture in (False, True):
         torch.manual_seed(0)
         model, seen = Captured(0.1), Seen()
@@ -250,7 +246,7 @@ def test_captured_steps_are_the_recorded_ones(options: dict[str, Any]) -> None:
         strategy = ours.XLAStrategy(capture=capture)
         quiet = {"callbacks": [seen], "enable_checkpointing": False, "gradient_clip_val": 1.0, "max_epochs": 3}
         fit = trainer(strategy=strategy, **quiet, **options)
-        fit.fit(model, rows, loader(3))
+        fit.fit(model, data, loader(3))
         weights = [each.detach().cpu() for each in model.parameters()]
         kept.append((repr(seen.found), fit.fit_loop.state_dict(), weights, CALLS.call_count))
     recorded, captured = kept
