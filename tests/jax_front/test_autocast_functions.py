@@ -15,6 +15,7 @@ from test_autocast_contracts import distance
 from traced_functions import TABLE
 
 from xla_amp.jax import autocast
+from xla_amp.jax.analysis import float32_regions
 
 LOW = ("bf16", "bf16")
 DEAR = ("flash_attention",)
@@ -141,6 +142,20 @@ def test_gradients_of_one_low_value_are_added_before_they_are_rounded(low, funct
     exact, hand = jax.grad(loss)(x), jax.grad(by_hand)(x).astype(low).astype(jnp.float32)
     error = jax.jit(jax.grad(autocast(loss, dtype=low)))(x) - exact
     assert jnp.max(abs(error)) <= 2.5 * jnp.max(abs(hand - exact)) + 1e-6 * jnp.max(abs(exact))
+
+
+def test_gradients_do_not_depend_on_the_programs_before():
+    def loss(x):
+        y = jnp.sin(x) @ jnp.cos(x)
+        return jnp.sum(((jnp.exp(y) * abs(y)) @ jnp.cos(x)).astype(jnp.float32))
+
+    low = jax.random.normal(jax.random.key(0), (16, 16), "bfloat16")
+    for programs in ((low, low.astype(jnp.float32)), (low.astype(jnp.float32), low)):
+        found = []
+        for count in (1, 2):
+            float32_regions._functions.clear()
+            found.append([jax.grad(autocast(loss))(x) for x in programs[-count:]][-1])
+        assert jnp.array_equal(*found)
 
 
 def test_a_float32_copy_that_regions_share_is_not_saved():

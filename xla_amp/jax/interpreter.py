@@ -230,6 +230,7 @@ class Interpreter:
             known,
             tuple(streams),
             tuple(shares),
+            float32_regions.is_float32(jaxpr, region),
             float32_regions.structure(jaxpr, region),
         )
         in_float32 = written if float32_regions.is_float32(jaxpr, region) else None
