@@ -319,6 +319,18 @@ def test_a_function_of_jit_has_its_methods():
     assert compilations(lambda: low(X, 3, buffer=X + 0)) == 0
 
 
+def test_the_rule_of_a_derivative_follows_the_overrides_that_are_open_when_it_runs():
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, grad: (grad @ saved[1].T, saved[0].T @ grad))
+    _, backward = jax.vjp(autocast(lambda x: product(x, W)), X)
+    with xla_amp.policy.override({"matmul": "fp32"}):
+        assert distance(backward(X @ W), X @ W @ W.T) < 1e-6
+    assert distance(backward(X @ W), X @ W @ W.T) > 1e-6
+
+
 # ---- symbolic sizes --------------------------------------------------------------------------------------------------
 
 LAYER = {"w": jnp.full((8, 16), 0.1), "b": jnp.linspace(-1.0, 1.0, 16), "q": jnp.eye(16), "scale": jnp.ones(16)}

@@ -145,8 +145,8 @@ def test_each_thing_is_asked_once_a_program() -> None:
     jax.jit(autocast(five))(X, W, W[0])
     again = jax.jit(autocast(five))
     made = calls.of(lambda: again(X, W, W[0]))
-    assert len(made) <= 500  # of Python functions
-    assert made.count("xla_amp/policy/resolve.py:overridden") <= 4
+    assert len(made) <= 400  # of Python functions
+    assert "xla_amp/policy/resolve.py:overridden" not in made
 
 
 @pytest.mark.parametrize("residual", ["keep", "low"])

@@ -10,6 +10,7 @@ one: those that its left and its right weight gave it, or the feature axis of a 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -85,7 +86,7 @@ def is_bias(axes: Axes, shape: Shape, product_axes: Axes, product_shape: Shape) 
 
 def axes_of_sum(terms: Sequence[Axes]) -> Axes:
     """`Axes` of a sum whose terms that are products have `terms`: it is a product to the next bias."""
-    return tuple(a & b for a, b in zip(terms[0], terms[-1], strict=False)) if terms else ()
+    return tuple(map(operator.and_, terms[0], terms[-1])) if terms else ()
 
 
 def axes_after(
@@ -116,4 +117,4 @@ def axes_after(
         if [before[axis] for axis in old] != [after[axis] for axis in new]:
             return (frozenset(range(len(after))),) if weight else ()
         moved = dict(zip(old, new, strict=True))
-    return tuple(frozenset(moved[axis] for axis in each if axis in moved) for each in axes)
+    return tuple(frozenset(map(moved.__getitem__, each & moved.keys())) for each in axes)

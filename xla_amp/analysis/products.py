@@ -90,11 +90,10 @@ class Contraction(NamedTuple):
             return (frozenset({self.features[1]}),)
         if self.ragged or not any(weights):
             return ()
-        lead = len(self.batch)
-        middle = len(self.left) - len(self.contracted)
-        free = range(lead, middle), range(middle, middle + len(self.right) - len(self.contracted) - lead)
-        pairs = zip(free, weights, strict=True)
-        return tuple(frozenset((*range(lead), *axes) if is_one else ()) for axes, is_one in pairs)
+        lead, middle = range(len(self.batch)), len(self.left) - len(self.contracted)
+        end = middle + len(self.right) - len(self.contracted) - len(lead)
+        left, right = (*lead, *range(len(lead), middle)), (*lead, *range(middle, end))
+        return frozenset(left if weights[0] else ()), frozenset(right if weights[1] else ())
 
     def flops(self, result: Shape) -> int | None:
         """Multiplications and additions, for the shape of the result; None where sizes are not known."""

@@ -241,8 +241,7 @@ class _Jitted:
         if not self._region.enabled:
             return self._function
         settings = self._region.settings()
-        key = (settings, settings.current_policy())
-        if key not in self._compiled:
+        if settings not in self._compiled:
             inner = self._function.__wrapped__
 
             def run(*args: Any, **kwargs: Any) -> Any:
@@ -250,8 +249,8 @@ class _Jitted:
 
             with contextlib.suppress(AttributeError, TypeError):
                 functools.update_wrapper(run, inner)
-            self._compiled[key] = compat.jit_like(self._function, run)
-        return self._compiled[key]
+            self._compiled[settings] = compat.jit_like(self._function, run)
+        return self._compiled[settings]
 
     def method(self, name: str) -> Callable[..., Any]:
         """A method of functions of `jax.jit`, for the rules that hold when it is called."""
@@ -271,12 +270,12 @@ def _evaluate(region: AutocastContext, function: Any, args: Any, kwargs: Any) ->
             "autocast(lambda *primals: jet(f, primals, series))(*primals)"
         )
     settings = region.settings()
-    policy = settings.current_policy()
+    policy = settings.policy
     # What a region inside of another one decides is not decided again by the outer one.
     inside = override_scope.is_traced_here()
     scope = jax.named_scope(compat.REGION_SCOPE) if inside else contextlib.nullcontext()
     with scope, modules.functionalized(function, args, kwargs) as lifted:
-        if all(layer.layer == "builtin" for layer in policy.layers):
+        if not policy.from_user:
             return _Program(function, lifted, policy).run(settings)
         with effects.collect() as found:
             result = _Program(function, lifted, policy).run(settings)
@@ -333,8 +332,7 @@ class _Program:
 
     def run(self, settings: Settings) -> Any:
         """The results, in the dtypes that the function was written with."""
-        solver = solves(self.closed.jaxpr, settings.current_policy())
-        settings = dataclasses.replace(settings, solves=solver)
+        settings = dataclasses.replace(settings, solves=solves(self.closed.jaxpr, settings.policy))
         interpreter = Interpreter(settings, HIGHER_ORDER_RULES, saves=not compat.runs_now(self._values))
         outs = arrays_of(interpreter.eval_jaxpr(self.closed, arguments(self._values)))
         arrays = iter(compat.cast_like(out, aval) for out, aval in zip(outs, self.closed.out_avals, strict=True))

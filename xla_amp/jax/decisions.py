@@ -87,9 +87,10 @@ class Settings:
     after_gradients: bool = False
     """Whether the program follows the gradients of a training step: the optimizer's contractions are left alone."""
 
-    def current_policy(self) -> Policy:
-        """The policy with the overrides that are open on this thread."""
-        return overridden(self.policy)
+    def now(self) -> Settings:
+        """The settings with the overrides that are open on this thread, for what runs after the call of the region."""
+        policy = overridden(self.policy)
+        return self if policy is self.policy else dataclasses.replace(self, policy=policy)
 
 
 def resolve_settings(

@@ -8,6 +8,7 @@ whose primitives contain jaxprs (control flow, calls, custom derivatives) has a 
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from xla_amp.common.types import Cast
 from xla_amp.jax import compat, rebind
 from xla_amp.jax.analysis import composite_runs, float32_regions
 from xla_amp.jax.analysis.exact_reads import exact_values
-from xla_amp.jax.analysis.jaxprs import gradient_outputs, residual_additions, residual_outputs
+from xla_amp.jax.analysis.jaxprs import Node, gradient_outputs, nodes, residual_additions, residual_outputs
 from xla_amp.jax.analysis.optimizer_part import follows_gradients
 from xla_amp.jax.decisions import (
     F32,
@@ -73,8 +74,6 @@ class Interpreter:
         saves: bool = True,
     ) -> None:
         self.settings = settings
-        self.policy = settings.current_policy()
-        """That of the settings, with the overrides that are open: asked for again with each program."""
         self.rules = rules
         self.casts = CastCache(settings.low)
         self.backward = backward
@@ -85,6 +84,12 @@ class Interpreter:
         """Results of sharded functions that only a backward pass reads."""
         self.streams: frozenset[Any] = frozenset()
         """Sums ``x + f(x)`` that are low if ``f(x)`` is."""
+
+    def under(self, settings: Settings) -> Interpreter:
+        """The same interpreter with other settings, of the same low dtype."""
+        other = copy.copy(self)
+        other.settings = settings
+        return other
 
     def eval_jaxpr(
         self,
@@ -97,7 +102,8 @@ class Interpreter:
 
         `f32_outputs`: which results stay float32 if a contraction computes them; None for all.
         """
-        jaxpr, self.policy = closed.jaxpr, self.settings.current_policy()
+        jaxpr, policy = closed.jaxpr, self.settings.policy
+        equations = nodes(jaxpr)
         environment: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
         environment.update(zip(jaxpr.constvars, map(outside, closed.consts), strict=True))
         gradients = gradient_outputs(jaxpr, self.backward, f32_outputs)
@@ -108,7 +114,7 @@ class Interpreter:
         if self.settings.residual == "low" and not as_written:
             self.streams = residual_additions(jaxpr)
 
-        found = [] if as_written else composite_runs.runs(jaxpr, self.policy)
+        found = [] if as_written else composite_runs.runs(jaxpr, policy)
         decided: set[int] = set()
         for run in found:
             if self._composite_decision(jaxpr.eqns[run.start], run.operation).of_whole:
@@ -117,7 +123,7 @@ class Interpreter:
         saves = self.saves and not as_written
         places = float32_regions.Candidates({}, {}, {}, {})
         if saves:
-            places = float32_regions.candidates(jaxpr, self.policy)
+            places = float32_regions.candidates(jaxpr, policy)
         pending: collections.deque[int | float32_regions.Float32Region] = collections.deque(range(len(jaxpr.eqns)))
         while pending:
             index = pending.popleft()
@@ -131,20 +137,22 @@ class Interpreter:
                         self._eval_composite(jaxpr, starts[index], environment, gradients)
                 continue
             if index in places.stops:
-                region = self._find_region(jaxpr, places, index, pending, decided, environment)
+                region = self._find_region(equations, places, index, pending, decided, environment)
                 if region is not None:
-                    numbers = [index, *(pending.popleft() for _ in range(region.length - 1))]
+                    numbers = [index, *[pending.popleft() for _ in range(region.length - 1)]]
                     # What does not depend on the region comes first.
-                    pending.extendleft([region, *(n for n in reversed(numbers) if n not in region.members)])
+                    pending.extendleft([region, *[n for n in reversed(numbers) if n not in region.members]])
                     continue
-            flags = tuple(map(wide.__contains__, jaxpr.eqns[index].outvars))
-            process = functools.partial(self.process, f32_outputs=flags, after_gradients=index in optimizer)
-            rebind.run((jaxpr.eqns[index],), environment, process, _read)
+            eqn, process = jaxpr.eqns[index], self._as_decided
+            if not equations[index].decided:
+                flags = tuple(map(wide.__contains__, eqn.outvars))
+                process = functools.partial(self.process, f32_outputs=flags, after_gradients=index in optimizer)
+            rebind.run((eqn,), environment, process, _read)
         return [_read(environment, atom) for atom in jaxpr.outvars]
 
     def _find_region(
         self,
-        jaxpr: Any,
+        equations: Sequence[Node],
         places: float32_regions.Candidates,
         index: int,
         pending: Iterable[Any],
@@ -153,11 +161,11 @@ class Interpreter:
     ) -> float32_regions.Float32Region | None:
         """The float32 region that starts with an equation; None if it reads no low value, or JAX does not trace."""
         low = [
-            atom
-            for atom in compat.variables(jaxpr.eqns[index].invars)
-            if dtype_of(environment[atom].array) == self.settings.low
-            and not compat.is_concrete(environment[atom].array)
-            and np.ndim(environment[atom].array)
+            variable
+            for variable in equations[index].reads
+            if dtype_of(array := environment[variable].array) == self.settings.low
+            and not compat.is_concrete(array)
+            and np.ndim(array)
         ]
         if not low:
             return None
@@ -166,11 +174,11 @@ class Interpreter:
             if isinstance(number, float32_regions.Float32Region) or number >= places.stops[index] or number in decided:
                 break
             numbers.append(number)
-        region = float32_regions.find(jaxpr, places.readers, numbers, low)
-        if index in places.shared and not float32_regions.adds_gradients(jaxpr, places, region, low):
+        region = float32_regions.find(equations, places.readers, numbers, low)
+        if index in places.shared and not float32_regions.adds_gradients(equations, places, region, low):
             return None
         # A function that is called, such as `jax.nn.gelu`, finds its own region, which is traced once for all calls.
-        alone = len(region.members) == 1 and compat.sub_jaxprs(jaxpr.eqns[index].params)
+        alone = len(region.members) == 1 and equations[index].inside
         return None if alone else region
 
     def _eval_region(
@@ -184,25 +192,15 @@ class Interpreter:
 
         The gradient of a low operand that others compute from, too, leaves it by the float32 copy that they share.
         """
-        values = [_read(environment, atom) for atom in region.reads]
-        arrays = [isinstance(value.array, jax.Array) or np.ndim(value.array) > 0 for value in values]
-        given = [value.array for value, is_array in zip(values, arrays, strict=True) if is_array]
-        shares = [
-            index
-            for index, (atom, value) in enumerate(zip(region.reads, values, strict=True))
-            if arrays[index]
-            and dtype_of(value.array) == self.settings.low
-            and not places.computing.get(float32_regions.name(atom), set()) <= {*region.members}
-        ]
+        values = {float32_regions.name(atom): _read(environment, atom) for atom in region.reads}
+        arrays = {k: v for k, v in values.items() if isinstance(v.array, jax.Array) or np.ndim(v.array)}
+        given = arrays_of(arrays.values())
         avals = list(map(jax.typeof, given))
         eqns = [jaxpr.eqns[number] for number in region.members]
 
         def given_to(arguments: Sequence[Any]) -> dict[Any, Value]:
-            rest = iter(arguments)
-            return {
-                float32_regions.name(atom): Value(next(rest) if is_array else value.array, value.facts)
-                for atom, value, is_array in zip(region.reads, values, arrays, strict=True)
-            }
+            now = dict(zip(arrays, arguments, strict=True))
+            return {key: Value(now.get(key, value.array), value.facts) for key, value in values.items()}
 
         def evaluate(*arguments: Any) -> list[Any]:
             inner = Interpreter(self.settings, self.rules, outer=self.outer, scopes=self.scopes, saves=False)
@@ -216,35 +214,34 @@ class Interpreter:
             rebind.run(eqns, arrays_in, rebind.bind_as_written, _read_as_written)
             return [arrays_in[var] for var in region.leaving]
 
-        known = tuple(
-            value.facts if is_array else float32_regions.constant_key(value.array)
-            for value, is_array in zip(values, arrays, strict=True)
-        )
-        scopes = (self.scopes, *map(compat.scopes, eqns)) if self.policy.by_module else ()
-        streams = [not self.streams.isdisjoint(eqn.outvars) for eqn in eqns]
+        in_float32 = written if float32_regions.is_float32(eqns) else None
+        shared = [
+            (index, value)
+            for index, (key, value) in enumerate(arrays.items())
+            if in_float32
+            and value.array.dtype == self.settings.low
+            and not places.computing.get(key, set()) <= {*region.members}
+        ]
+        shares, copies = [index for index, _ in shared], [self.casts.cast(value, F32) for _, value in shared]
         key = (
             self.settings,
-            self.policy,
-            scopes,
+            (self.scopes, *map(compat.scopes, eqns)) if self.settings.policy.by_module else (),
             tuple(avals),
-            known,
-            tuple(streams),
-            tuple(shares),
-            float32_regions.is_float32(jaxpr, region),
-            float32_regions.structure(jaxpr, region),
+            *[v.facts if k in arrays else float32_regions.constant_key(v.array) for k, v in values.items()],
+            *[not self.streams.isdisjoint(eqn.outvars) for eqn in eqns],
+            in_float32 is None,
+            *shares,
+            float32_regions.structure(eqns, region),
         )
-        in_float32 = written if float32_regions.is_float32(jaxpr, region) else None
-        shared = tuple(sum(arrays[:index]) for index in shares) if in_float32 else ()
-        copies = [self.casts.cast(values[index], F32) for index in shares[: len(shared)]]
-        outs = float32_regions.function(key, evaluate, in_float32, avals, shared)(*given, *copies)
+        outs = float32_regions.function(key, evaluate, in_float32, avals, shares)(*given, *copies)
         environment.update(zip(region.leaving, map(inside, outs), strict=True))
 
     def path(self, eqn: Any) -> str | None:
         """Path of the module of an equation, if the policy has rules for modules."""
-        return ".".join((*self.scopes, *compat.scopes(eqn))) if self.policy.by_module else None
+        return ".".join((*self.scopes, *compat.scopes(eqn))) if self.settings.policy.by_module else None
 
     def _composite_decision(self, eqn: Any, operation: str) -> Decision:
-        return self.policy.decision(operation, self.path(eqn), op_catalog.same_as(operation)[1:])
+        return self.settings.policy.decision(operation, self.path(eqn), op_catalog.same_as(operation)[1:])
 
     def _eval_composite(
         self, jaxpr: Any, run: composite_runs.Run, environment: dict[Any, Any], gradients: frozenset[Any]
@@ -257,7 +254,8 @@ class Interpreter:
         decision = self._composite_decision(first, run.operation)
         if decision.cast == "ban":
             raise ban_error(run.operation, decision)
-        effects.note(self.policy.reaching(run.operation, self.path(first), op_catalog.same_as(run.operation)[1:]))
+        policy, same = self.settings.policy, op_catalog.same_as(run.operation)[1:]
+        effects.note(policy.reaching(run.operation, self.path(first), same))
         reads, leaving = composite_runs.outside(jaxpr, run)
         given = [environment[var].array for var in reads]
         dtypes = tuple(map(castable_dtype, given))
@@ -287,7 +285,11 @@ class Interpreter:
             shown = [
                 value if to is None else jax.ShapeDtypeStruct((), to) for value, to in zip(given, used, strict=True)
             ]
-            emit_decision(self.policy, run.operation, decision, given, shown, outs, where(self.outer, first))
+            emit_decision(policy, run.operation, decision, given, shown, outs, where(self.outer, first))
+
+    def _as_decided(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        """The results of an equation that an inner region has decided."""
+        return list(map(inside, rebind.bind_as_written(eqn, self.cast_to_avals(operands, avals_of(eqn)))))
 
     def process(
         self, eqn: Any, operands: list[Value], *, f32_outputs: FloatResults = None, after_gradients: bool = False
@@ -298,23 +300,21 @@ class Interpreter:
         optimizer of a training step.
         """
         primitive, params = eqn.primitive, eqn.params
-        if any(map(compat.is_region_scope, compat.name_stack(eqn))):
-            return list(map(inside, compat.bind(primitive, self.cast_to_avals(operands, avals_of(eqn)), params)))
         row = info(primitive.name)
         if row.adds_devices and compat.low_sums_crash():
             operands = [Value(self.casts.cast(value, F32), value.facts) for value in operands]
         kind = row.kind
-        avals = avals_of(eqn)
         if kind in self.rules:
             call = HigherOrderCall(eqn, operands, f32_outputs, self, after_gradients)
             return self.rules[kind](call)
+        avals = [atom.aval for atom in eqn.invars]
         kept = self.settings.as_written
         product = None
         if kind == "contraction":
             product = described(primitive, params, avals[0], avals[1])
             kept = kept or self._kept(operands, eqn, after_gradients)
         path = self.path(eqn)
-        decision, reached = decide(self.policy, name_of(eqn), product.aten if product else "", path)
+        decision, reached = decide(self.settings.policy, name_of(eqn), product.aten if product else "", path)
         if product and product.sums_few and not kept and not decision.from_user:
             kept = FEW_SUMMED
         told = ""
@@ -344,7 +344,7 @@ class Interpreter:
             if not self.streams.isdisjoint(eqn.outvars) and low in map(dtype_of, arrays_of(operands)):
                 operands, told = [inside(self.casts.cast(value, low)) for value in operands], _RESIDUAL
             used, params = self._cast(row, decision, operands, weak, eqn)
-            if not self.backward and float32_regions.reads_again(eqn) and dtype_of(used[0]) == low:
+            if row.indexed_by and not self.backward and float32_regions.reads_again(eqn) and dtype_of(used[0]) == low:
                 read = [self.casts.cast(operands[0], F32), *used[1:]]  # gradients of one element add up in float32
                 outs = [cast(out, low) for out in compat.bind(primitive, read, params)]
             else:
@@ -360,7 +360,7 @@ class Interpreter:
             given = arrays_of(operands)
             cost = product.flops(np.shape(outs[0])) if product else None
             place = where(self.outer, eqn)
-            emit_decision(self.policy, primitive.name, decision, given, used, outs, place, kept, cost, told)
+            emit_decision(self.settings.policy, primitive.name, decision, given, used, outs, place, kept, cost, told)
         return list(map(inside, outs)) if results is None else results
 
     def _unruled(
@@ -372,9 +372,9 @@ class Interpreter:
         if decision.cast == "fp32":
             scaled = any(self.casts.scales(operands[index]) for index in row.scaled_by)
             return decision._replace(cast="promote") if scaled else decision
-        numbers = (is_weak or value.is_number() for value, is_weak in zip(operands, weak, strict=True))
         computes = decision.operation in op_catalog.catalogue().may_be_low
-        return decision._replace(cast="fp32") if computes and any(numbers) else decision
+        reads_number = computes and (any(weak) or any(map(Value.is_number, operands)))
+        return decision._replace(cast="fp32") if reads_number else decision
 
     def _kept(self, operands: list[Value], eqn: Any, after_gradients: bool) -> str:
         """Why a contraction runs as it was written, whatever the policy says; empty if it does not."""

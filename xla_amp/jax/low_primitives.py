@@ -59,7 +59,7 @@ def contract_low(
         low: dtype that the operands are read in.
         out: dtype of the result.
     """
-    given = tuple(master is not None for master in masters)
+    given = (masters[0] is not None, masters[1] is not None)
     extra = [master for master in masters if master is not None]
     own = {"low": jnp.dtype(low), "out": jnp.dtype(out), "masters": given}
     return low_primitive(primitive).bind(*operands, *extra, **{**params, **_own_params(params)}, **own)

@@ -70,7 +70,7 @@ class Value:
 
     def is_weight(self) -> bool:
         """Whether it comes from outside and is float32: its gradient is wanted in float32."""
-        return self.facts.weight and dtype_of(self.array) == F32
+        return self.facts.weight and self.array.dtype == F32
 
     def is_number(self) -> bool:
         """Whether it is a number of the program, not an array."""
@@ -147,7 +147,7 @@ class CastCache:
             known.axes, np.shape(source.array), np.shape(result), order=order, places=places, weight=known.weight
         )
         facts = Facts(constant=known.constant, selects=known.selects, widened=known.widened, axes=axes)
-        if dtype_of(result) != dtype_of(source.array) or not known.weight:
+        if not known.weight or result.dtype != source.array.dtype:
             return Value(result, facts)
         return Value(result, facts._replace(weight=True), Move(primitive, params, source, tuple(rest)))
 
@@ -211,7 +211,7 @@ class CastCache:
             from_user: whether a rule of the user gives the cast: then a bias is an array like others.
         """
         given = tuple(map(castable_dtype, arrays_of(values)))
-        if cast in ("keep", "promote") and len({dtype for dtype in given if dtype is not None}) < 2:
+        if cast in ("keep", "promote") and len({*given} - {None}) < 2:
             return arrays_of(values)
         pairs = zip(values, reversed(values), strict=True)
         biases = [row.adds and not from_user and self._is_bias(value, other) for value, other in pairs]
@@ -219,9 +219,9 @@ class CastCache:
             None if is_bias or self.adopts_dtype(value, is_weak, row) else dtype
             for dtype, value, is_weak, is_bias in zip(given, values, weak, biases, strict=True)
         )
-        of = given if all(dtype is None for dtype in carried) else carried
+        of = carried if any(carried) else given
         used = cast_dtypes(cast, of, self._low, F32, mixed=False, asks_result=False).operands
-        target = next((dtype for dtype in used if dtype is not None), None)
+        target = next(filter(None, used), None)
         promoted = list(values)
         if target == self._low and any(biases):
             # Spread before the cast, so that the gradient of the bias adds up in float32.

@@ -239,11 +239,14 @@ class Policy:
     _hash: int = dataclasses.field(init=False, compare=False)
     by_module: bool = dataclasses.field(init=False, compare=False)
     """Whether a rule depends on the module; if none does, modules need not be followed."""
+    from_user: bool = dataclasses.field(init=False, compare=False)
+    """Whether a rule is the user's; if none is, none can be without an effect."""
     _decisions: dict[Any, Decision] = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         fields: dict[str, Any] = {"_decisions": {}}
         fields["by_module"] = any(layer._module_patterns for layer in self.layers)
+        fields["from_user"] = any(layer.layer != "builtin" for layer in self.layers)
         fields["_hash"] = hash((self.name, self.low, self.jax_low, self.dtypes, self.layers))
         for name, value in fields.items():
             object.__setattr__(self, name, value)

@@ -138,12 +138,14 @@ def _tell(layers: Iterable[RuleLayer], undo: contextlib.ExitStack) -> None:
 def overridden(policy: Policy) -> Policy:
     """`policy` with only this thread's open overrides, below the rules of its context.
 
-    It is `policy` itself when none is open.
+    It is `policy` itself when none is open, or when it has them.
     """
     if not overrides.open:
         return policy
     local = tuple(layer for layer in policy.layers if layer.layer == "context")
-    return _effective(policy, (*policy.layers[: len(policy.layers) - len(local)], *overrides.open, *local))
+    below = policy.layers[: len(policy.layers) - len(local)]
+    has_them = below[-len(overrides.open) :] == overrides.open
+    return policy if has_them else _effective(policy, (*below, *overrides.open, *local))
 
 
 class override:

@@ -86,7 +86,7 @@ def autocast(
 
 def warn_of_rules(program: Program, policy: Policy, found: Conversion, *, strict: bool) -> None:
     """Warns of rules of the user's without an effect; an error with `strict`."""
-    if any(layer.layer != "builtin" for layer in policy.layers):
+    if policy.from_user:
         nameless = policy.by_module and not has_names(program.module)
         effects.report(policy, found.effects, "stablehlo", strict=strict, no_modules=_NO_LOCATIONS if nameless else "")
 

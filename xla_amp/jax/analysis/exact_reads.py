@@ -64,9 +64,9 @@ def _not(atoms: Sequence[Any], exact: Sequence[bool]) -> list[Any]:
 
 @per_jaxpr
 def _reads(jaxpr: Any) -> _Reads:
-    read = [node.reads for node in nodes(jaxpr)]
-    found = _Reads(set(), {}, set(compat.variables(jaxpr.outvars)).union(*read))
-    for node in nodes(jaxpr):
+    given = nodes(jaxpr)
+    found = _Reads(set(), {}, set(compat.variables(jaxpr.outvars)).union(*[node.reads for node in given]))
+    for node in given:
         row, outs = node.row, node.eqn.outvars
         if node.inside and (inside := inside_of(node.eqn)).jaxprs:
             reads = _reads_inside(inside)

@@ -55,15 +55,16 @@ class Candidates(NamedTuple):
 @per_jaxpr
 def candidates(jaxpr: Any, policy: Policy) -> Candidates:
     """Where regions may be under a policy; empty if nowhere."""
+    given, results = nodes(jaxpr), frozenset(compat.variables(jaxpr.outvars))
     stops: dict[int, int] = {}
     shared: dict[int, frozenset[Any]] = {}
     stop, widening, later = len(jaxpr.eqns), False, set[Any]()
     """Of the cheap equations in a row: where they end, whether one is float32, and what gradients pass."""
-    passing = set(compat.variables(() if has_backward(jaxpr) else jaxpr.outvars))
+    passing = set[Any]() if has_backward(jaxpr) else {*results}
     """Values with gradients that JAX has still to add up."""
     computing: dict[Any, set[int]] = collections.defaultdict(set)
-    for index, node in reversed(list(enumerate(nodes(jaxpr)))):
-        passes = not (node.row.stops_gradient or passing.isdisjoint(filter(_is_float, node.eqn.outvars)))
+    for index, node in reversed(list(enumerate(given))):
+        passes = not (node.row.stops_gradient or passing.isdisjoint(node.floats))
         passing |= node.reads if passes else frozenset()
         for variable in node.reads if passes and node.row.kind is None else ():
             computing[variable].add(index)
@@ -77,8 +78,7 @@ def candidates(jaxpr: Any, policy: Policy) -> Candidates:
         later |= node.reads if passes else frozenset()
     readers: dict[Any, set[int]] = {}
     if stops:
-        reads = [node.reads for node in nodes(jaxpr)]
-        for number, read in enumerate((frozenset(compat.variables(jaxpr.outvars)), *reads), -1):
+        for number, read in enumerate((results, *[node.reads for node in given]), -1):
             for variable in read:
                 readers.setdefault(variable, set()).add(number)
     return Candidates(stops, shared, readers, computing)
@@ -102,17 +102,17 @@ def _all_cheap(jaxpr: Any) -> bool:
 
 
 def reads_again(eqn: Any) -> bool:
-    """Whether an equation indexes an array and may return an element several times."""
-    indexed_by = info(eqn.primitive.name).indexed_by
-    if not indexed_by:
-        return False
-    shape, batch = eqn.invars[1].aval.shape, eqn.params[indexed_by].start_indices_batching_dims
+    """Whether an equation that indexes an array may return an element several times."""
+    indices = eqn.params[info(eqn.primitive.name).indexed_by]
+    shape, batch = eqn.invars[1].aval.shape, indices.start_indices_batching_dims
     return any(size != 1 for axis, size in enumerate(shape[:-1]) if axis not in batch)
 
 
 def _adds_gradients(node: Node) -> bool:
     """Whether the derivative of an equation adds up gradients of one element."""
-    return any(map(_any_adds_gradients, node.inside)) if node.row.kind in _CALLS else reads_again(node.eqn)
+    if node.row.kind in _CALLS:
+        return any(map(_any_adds_gradients, node.inside))
+    return bool(node.row.indexed_by) and reads_again(node.eqn)
 
 
 @per_jaxpr
@@ -137,12 +137,11 @@ def _widens(node: Node, policy: Policy) -> bool:
     """Whether an equation, or one in it, is computed in float32 from values that may be low."""
     if node.row.kind in _CALLS:
         return any(_any_widens(jaxpr, policy) for jaxpr in node.inside)
-    if not any(map(_is_float, node.eqn.outvars)):
+    operands = node.eqn.invars
+    reads_number = any(map(_is_number, operands))
+    if reads_number and any(_is_power_of_two(operands[index]) for index in node.row.scaled_by):
         return False
-    numbers = [index for index, atom in enumerate(node.eqn.invars) if _is_number(atom)]
-    if any(index in node.row.scaled_by and _is_power_of_two(node.eqn.invars[index].val) for index in numbers):
-        return False
-    return not node.row.exact and _widens_primitive(name_of(node.eqn), policy, bool(numbers))
+    return bool(node.floats) and not node.row.exact and _widens_primitive(name_of(node.eqn), policy, reads_number)
 
 
 @per_jaxpr
@@ -158,48 +157,47 @@ def _widens_primitive(name: str, policy: Policy, reads_number: bool) -> bool:
     return decision.cast == "fp32" and _is_cheap_primitive(name)
 
 
-def find(jaxpr: Any, readers: dict[Any, set[int]], numbers: Sequence[int], low: Sequence[Any]) -> Float32Region:
+def find(
+    equations: Sequence[Node], readers: dict[Any, set[int]], numbers: Sequence[int], low: Sequence[Any]
+) -> Float32Region:
     """The region that starts with the first of some equations.
 
     `numbers` are of equations in a row, all cheap and none evaluated; `low` are the low variables that the first reads.
     """
     inside = set(low)
     members: list[int] = []
-    equations = nodes(jaxpr)
     for number in numbers:
         node = equations[number]
         if not inside.isdisjoint(node.reads):
             members.append(number)
             inside.update(node.eqn.outvars)
     chosen = set(members)
-    made = [var for number in members for var in jaxpr.eqns[number].outvars]
-    reads = {name(atom): atom for number in members for atom in jaxpr.eqns[number].invars if not _is_number(atom)}
+    made = [var for number in members for var in equations[number].eqn.outvars]
+    reads = {name(atom): atom for number in members for atom in equations[number].eqn.invars if not _is_number(atom)}
     for var in made:
         reads.pop(var, None)
     leaving = tuple(v for v in made if not readers.get(v, chosen) <= chosen)
     return Float32Region(tuple(members), tuple(reads.values()), leaving, len(numbers))
 
 
-def adds_gradients(jaxpr: Any, places: Candidates, region: Float32Region, low: Sequence[Any]) -> bool:
+def adds_gradients(equations: Sequence[Node], places: Candidates, region: Float32Region, low: Sequence[Any]) -> bool:
     """Whether a region that starts with a fork adds up gradients of a low value, and computes float32 from it."""
     first, *later = region.members
-    read = frozenset[Any]().union(*(nodes(jaxpr)[number].reads for number in later))
-    again = _adds_gradients(nodes(jaxpr)[first]) or not places.shared[first].isdisjoint(read.intersection(low))
+    read = frozenset[Any]().union(*(equations[number].reads for number in later))
+    again = _adds_gradients(equations[first]) or not places.shared[first].isdisjoint(read.intersection(low))
     return again and any(number in places.stops and number not in places.shared for number in later)
 
 
-def structure(jaxpr: Any, region: Float32Region) -> tuple[Any, ...]:
-    """What regions with the same computation have in common."""
+def structure(eqns: Sequence[Any], region: Float32Region) -> tuple[Any, ...]:
+    """What regions with the same computation have in common; `eqns` are those of the region."""
     number = {name(atom): index for index, atom in enumerate(region.reads)}
     rows = []
-    for member in region.members:
-        eqn = jaxpr.eqns[member]
-        atoms = tuple(
-            (constant_key(atom.val), atom.aval) if _is_number(atom) else number[name(atom)] for atom in eqn.invars
-        )
-        rows.append((eqn.primitive, tuple(eqn.params.items()), atoms))
-        number.update((var, len(number)) for var in eqn.outvars)
-    return (*rows, tuple(number[var] for var in region.leaving))
+    for eqn in eqns:
+        atoms = [(constant_key(atom.val), atom.aval) if _is_number(atom) else number[name(atom)] for atom in eqn.invars]
+        rows.append((eqn.primitive, tuple(eqn.params.items()), *atoms))
+        for var in eqn.outvars:
+            number[var] = len(number)
+    return (*rows, *map(number.__getitem__, region.leaving))
 
 
 def constant_key(value: Any) -> Any:
@@ -314,22 +312,18 @@ def _computes_low(jaxpr: Any) -> bool:
     return any(node.row.kind != "conversion" and not low.isdisjoint(node.reads) for node in nodes(jaxpr))
 
 
-def is_float32(jaxpr: Any, region: Float32Region) -> bool:
-    """Whether the program was written with no low value in a region."""
-    eqns = [jaxpr.eqns[number] for number in region.members]
-    return LOW.isdisjoint([dtype_of(atom.aval) for eqn in eqns for atom in (*eqn.invars, *eqn.outvars)])
-
-
-def _is_float(atom: Any) -> bool:
-    return is_castable(dtype_of(atom.aval))
+def is_float32(eqns: Sequence[Any]) -> bool:
+    """Whether the equations of a region were written with no low value."""
+    return LOW.isdisjoint([atom.aval.dtype for eqn in eqns for atom in (*eqn.invars, *eqn.outvars)])
 
 
 def _is_number(atom: Any) -> bool:
     return isinstance(atom, compat.Literal) and np.ndim(atom.val) == 0
 
 
-def _is_power_of_two(number: Any) -> bool:
-    return bool(np.abs(np.frexp(np.float64(number))[0]) == 0.5) if np.isrealobj(number) else False
+def _is_power_of_two(atom: Any) -> bool:
+    is_real = _is_number(atom) and np.isrealobj(atom.val)
+    return is_real and bool(np.abs(np.frexp(np.float64(atom.val))[0]) == 0.5)
 
 
 def name(atom: Any) -> Any:

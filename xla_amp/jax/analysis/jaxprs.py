@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeVar, TypeVarTuple, Unpack
 import numpy as np
 
 from xla_amp.jax import compat, rebind
-from xla_amp.jax.decisions import asked_precision, decide, dtype_of
+from xla_amp.jax.decisions import asked_precision, decide, dtype_of, is_castable
 from xla_amp.jax.low_primitives import described
 from xla_amp.jax.primitives import PrimitiveInfo, info, name_of
 from xla_amp.policy import Policy
@@ -42,6 +42,8 @@ class Node(NamedTuple):
     row: PrimitiveInfo
     reads: frozenset[Any]
     """The variables that it reads."""
+    floats: list[Any]
+    """Its results that autocast may make low."""
     inside: list[Any]
     """The jaxprs that it contains."""
     decided: bool
@@ -113,7 +115,8 @@ def nodes(jaxpr: Any) -> tuple[Node, ...]:
         if mark is None:
             mark = marks[id(stack)] = [any(map(is_scope, stack)) for is_scope in _SCOPES]
         reads = frozenset(compat.variables(eqn.invars))
-        found.append(Node(eqn, info(eqn.primitive.name), reads, compat.sub_jaxprs(eqn.params), *mark))
+        floats = [var for var in eqn.outvars if is_castable(getattr(var.aval, "dtype", None))]
+        found.append(Node(eqn, info(eqn.primitive.name), reads, floats, compat.sub_jaxprs(eqn.params), *mark))
     return tuple(found)
 
 

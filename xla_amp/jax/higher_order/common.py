@@ -60,7 +60,6 @@ def retrace(
     )
     key = (
         interpreter.settings,
-        interpreter.policy,
         interpreter.backward,
         interpreter.saves,
         interpreter.scopes,
@@ -99,7 +98,7 @@ def low_copies(
     """
     settings, casts = call.interpreter.settings, call.interpreter.casts
     found: dict[int, Any] = {}
-    contracted = contracted_arguments(jaxpr, call.interpreter.policy)
+    contracted = contracted_arguments(jaxpr, call.interpreter.settings.policy)
     for index, (value, used) in enumerate(zip(values, contracted, strict=False)):
         if used and value.is_weight() and value.has_low_copy():
             found[index] = casts.low_copy(value)
@@ -134,13 +133,14 @@ def evaluate_rule(
         weights: which arguments come from outside the program; None for all.
         keep_dtypes: whether results get the dtypes that `function` gave them.
     """
+    interpreter = interpreter.under(interpreter.settings.now())
     traced = [_is_traced(value) for value in values]
     given = list(itertools.compress(values, traced))
     untraced_outs: list[tuple[int, Any]] = []
 
     def arrays(*given: Any) -> list[Any]:
         rest = iter(given)
-        with override_scope.traced_here(interpreter.settings.current_policy()):
+        with override_scope.traced_here(interpreter.settings.policy):
             outs = function(*(next(rest) if is_traced else v for v, is_traced in zip(values, traced, strict=True)))
         untraced_outs[:] = [(index, out) for index, out in enumerate(outs) if not _is_traced(out)]
         return [out for out in outs if _is_traced(out)]

@@ -6,7 +6,6 @@ weight that the body contracts is rounded once, before the loop.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,7 +41,7 @@ def _with_wide_gradients(call: HigherOrderCall, consts: Sequence[Value], body: A
     Each iteration adds to the gradient of a constant, in its dtype.
     """
     around = call.interpreter
-    contracted = contracted_arguments(body, around.policy)
+    contracted = contracted_arguments(body, around.settings.policy)
     kept = around.backward or bool(around.settings.as_written)
     return [
         value
@@ -57,10 +56,10 @@ def while_loop(call: HigherOrderCall) -> list[Value]:
     condition: compat.ClosedJaxpr = call.params["cond_jaxpr"]
     condition_consts, consts, start = rebind.looped(call.params, call.values)
     # Iterations are steps of a solver or a search, not layers: no small term may be lost, whatever `residual` says.
-    within = copy.copy(call.interpreter)
-    within.settings = dataclasses.replace(within.settings, residual="keep", as_written=_why_as_written(call))
+    settings = dataclasses.replace(call.interpreter.settings, residual="keep", as_written=_why_as_written(call))
+    within = call.interpreter.under(settings)
     call = dataclasses.replace(call, interpreter=within)
-    if within.settings.as_written:
+    if settings.as_written:
         written = within.cast_to_avals(call.values, interpreter.avals_of(call.eqn))
         call = dataclasses.replace(call, values=list(map(inside, written)))
     given, traced = _traced_body(call, call.params["body_jaxpr"], consts, start, (), ())
@@ -75,7 +74,7 @@ def _why_as_written(call: HigherOrderCall) -> str:
     around, settings = call.interpreter, call.interpreter.settings
     if settings.as_written:
         return settings.as_written
-    policy, path = around.policy, around.path(call.eqn)
+    policy, path = around.settings.policy, around.path(call.eqn)
     effects.note(policy.reaching(op_catalog.WHILE_LOOP, path), "", path)
     decision = policy.decision(op_catalog.WHILE_LOOP, path)
     if decision.from_user:
