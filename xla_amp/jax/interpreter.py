@@ -117,7 +117,7 @@ class Interpreter:
         found = [] if as_written else composite_runs.runs(jaxpr, policy)
         decided: set[int] = set()
         for run in found:
-            if self._composite_decision(jaxpr.eqns[run.start], run.operation).of_whole:
+            if decide(policy, "", run.operation, self.path(jaxpr.eqns[run.start]))[0].of_whole:
                 decided.update(range(run.start, run.stop))
         starts = {run.start: run for run in found if run.start in decided}
         saves = self.saves and not as_written
@@ -240,9 +240,6 @@ class Interpreter:
         """Path of the module of an equation, if the policy has rules for modules."""
         return ".".join((*self.scopes, *compat.scopes(eqn))) if self.settings.policy.by_module else None
 
-    def _composite_decision(self, eqn: Any, operation: str) -> Decision:
-        return self.settings.policy.decision(operation, self.path(eqn), op_catalog.same_as(operation)[1:])
-
     def _eval_composite(
         self, jaxpr: Any, run: composite_runs.Run, environment: dict[Any, Any], gradients: frozenset[Any]
     ) -> None:
@@ -251,11 +248,11 @@ class Interpreter:
         The values that enter it are cast by the rule; inside, they are computed as they were written.
         """
         first = jaxpr.eqns[run.start]
-        decision = self._composite_decision(first, run.operation)
+        policy = self.settings.policy
+        decision, reached = decide(policy, "", run.operation, self.path(first))
         if decision.cast == "ban":
             raise ban_error(run.operation, decision)
-        policy, same = self.settings.policy, op_catalog.same_as(run.operation)[1:]
-        effects.note(policy.reaching(run.operation, self.path(first), same))
+        effects.note(reached)
         reads, leaving = composite_runs.outside(jaxpr, run)
         given = [environment[var].array for var in reads]
         dtypes = tuple(map(castable_dtype, given))
