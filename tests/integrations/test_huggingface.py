@@ -17,10 +17,10 @@ from unittest.mock import Mock
 import forked
 import pytest
 import torch
-from small_training import counted, layers, rows
+from small_training import BAD, check_monitor, counted, layers, rows
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever fetched
 pytest.importorskip("accelerate", reason="the extra `huggingface`")
@@ -33,6 +33,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 import xla_amp  # noqa: E402
 from xla_amp.errors import PolicyError  # noqa: E402
 from xla_amp.integrations import huggingface as ours  # noqa: E402
+from xla_amp.integrations.trainer_monitor import MonitorCallback  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, about deprecated names
 
@@ -316,6 +317,30 @@ def test_an_overflow_is_skipped_and_the_scale_is_in_the_logs(tmp_path: Path) -> 
     assert not torch.equal(weights.after[2].cpu(), weights.after[3].cpu())
     assert logged(made)[2] == 0  # the filter takes the mean of the losses since the last log
     assert made.args.logging_nan_inf_filter is True
+
+
+class Outputs(Net):
+    """Returns what models of transformers return."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return transformers.modeling_outputs.SequenceClassifierOutput(**super().forward(x, labels))
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return SequentialSampler(ROWS)
+
+
+def test_the_monitor_has_each_optimizer_step_of_each_training(tmp_path: Path) -> None:
+    given = [{"x": x, "labels": y} for x, y in rows(32, BAD)]
+    options = {"use_cpu": True, "gradient_accumulation_steps": 2, "num_train_epochs": 1, "max_grad_norm": 0.0}
+
+    def train(recorder: Any) -> nn.Module:
+        made = trainer(Outputs(), tmp_path, given, InOrder, callbacks=[recorder], **options)
+        made.train()
+        return made.model
+
+    check_monitor(MonitorCallback(), train)
 
 
 class Counted(Trainer):

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from small_training import counted, layers, rows
+from small_training import BAD, check_monitor, counted, layers, rows
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -153,6 +153,17 @@ def test_a_progress_bar_reads_only_when_it_is_drawn() -> None:
     options = {"callbacks": callbacks, "enable_progress_bar": True, "enable_checkpointing": False, "max_epochs": 4}
     trainer(precision="bf16-mixed", **options).fit(net(), loader())
     assert [syncs for _, syncs, _ in counts.found] == [2, 2]
+
+
+def test_the_monitor_has_each_optimizer_step_of_each_training() -> None:
+    options = {"accelerator": "cpu", "max_epochs": 1, "accumulate_grad_batches": 2, "enable_checkpointing": False}
+
+    def train(recorder: Any) -> nn.Module:
+        model = net()
+        trainer(callbacks=[recorder], **options).fit(model, DataLoader(rows(32, BAD), batch_size=4))
+        return model
+
+    check_monitor(ours.MonitorCallback(), train)
 
 
 @pytest.mark.parametrize(
