@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from helpers.rule_programs import (
@@ -29,10 +30,11 @@ from helpers.rule_programs import (
     run_in_torch,
     seen,
 )
-from jax import lax
+from jax import lax, nn
 
 import xla_amp
 from xla_amp import policy, stablehlo
+from xla_amp.common import events
 from xla_amp.common.types import Cast
 from xla_amp.errors import PolicyError
 from xla_amp.jax import autocast
@@ -245,3 +247,58 @@ def test_names_that_a_front_cannot_tell_apart_must_agree() -> None:
         pytest.raises(PolicyError, match=r"the same as .*linear.*rules of one layer that disagree: .*linear = fp32"),
     ):
         jax.make_jaxpr(autocast(jnp.matmul))(x, x)
+
+
+# ---- operations that a jaxpr contains only in parts ------------------------------------------------------------------
+
+X = jnp.linspace(-3, 3, 32).reshape(4, 8)
+W = jnp.cos(jnp.arange(64.0)).reshape(8, 8)
+
+
+@pytest.mark.parametrize("name", ["softmax", "gelu", "relu"])
+def test_a_composite_computes_as_torchs_kernel(name: str) -> None:
+    """One with sums, one without, one that only compares."""
+    (program,) = [each for each in COMPOSITES if each.rule == name]
+
+    def after_a_product(x: Any, w: Any) -> Any:
+        return program.jax(x @ w)
+
+    product = torch.tensor(np.asarray(X)).bfloat16() @ torch.tensor(np.asarray(W)).bfloat16()
+    cases: list[tuple[Any, Any, str]] = [("low", torch.bfloat16, "bfloat16"), ("fp32", torch.float32, "float32")]
+    if name == "softmax":
+        cases += [(cast, torch.bfloat16, "bfloat16") for cast in ("keep", "promote")]
+    for cast, given, result in cases:
+        with policy.override({name: cast}), events.capture() as records:
+            got = jax.jit(autocast(after_a_product, strict=True))(X, W)
+        (record,) = [each for each in records if each.layer == "override"]
+        # A product that only a maximum reads on its way to the result keeps its float32 sums.
+        read = "float32" if name == "relu" else "bfloat16"
+        assert (record.cast, record.given[0], record.result) == (cast, read, (result,))
+        wanted = program.torch(product.to(given))
+        # JAX rounds the product after summing in another order, and the two libraries' functions differ by an ulp.
+        tolerance = 0.02 if result == "bfloat16" else 0.01
+        np.testing.assert_allclose(got, wanted.float().numpy(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["relu6", "softplus", "elu", "leaky_relu", "mish"])
+def test_a_rule_finds_the_function(name: str) -> None:
+    with policy.override({name: "low"}), events.capture() as records:
+        jax.make_jaxpr(autocast(getattr(nn, name), strict=True))(X)
+    (record,) = [each for each in records if each.layer == "override"]
+    assert record.result == ("bfloat16",)
+
+
+def test_a_rule_for_a_part_does_not_reach_into_a_ruled_composite() -> None:
+    with policy.override({"softmax": "fp32", "exp": "low"}), events.capture() as records:
+        jax.make_jaxpr(autocast(lambda x: jnp.exp(nn.softmax(x)), strict=True))(X)
+    decided = [(each.operation, each.used) for each in records if each.layer == "override"]
+    assert decided == [("softmax.int", ("float32",)), ("exp", ("bfloat16",))]
+
+
+def test_without_a_rule_the_parts_are_decided_as_before() -> None:
+    with events.capture() as records:
+        jax.make_jaxpr(autocast(nn.softmax))(X)
+    assert "exp" in [each.operation for each in records]
+    with policy.override(exp="low"), events.capture() as records:
+        jax.make_jaxpr(autocast(nn.softmax, strict=True))(X)
+    assert [each.operation for each in records if each.layer == "override"] == ["exp"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import pickle
+import queue
 import threading
 
 import calls
@@ -288,3 +290,29 @@ def test_one_listener_hears_of_regions():
     with xla_amp.explain(), xla_amp.explain():
         assert len(regions.opening.listeners) == 2
     assert regions.opening.listeners == before
+
+
+def test_a_thread_that_python_did_not_start_sees_the_newest_and_works_for_others():
+    """Autograd's threads: re-entering a region there (custom_bwd) must not hide the region of the caller after it."""
+    seen, name = queue.Queue(), "a-device-of-this-test"
+    tpu, off = (regions.Region(policy=policy.load("tpu"), low="bfloat16", enabled=enabled) for enabled in (True, False))
+
+    def look():
+        before, inner = regions.current(name), regions.push(name, off)
+        inside = regions.current(name)
+        regions.pop(inner)
+        seen.put([before, inside, regions.current(name)])
+
+    def borrowed():
+        _thread.start_new_thread(look, ())
+        return seen.get(timeout=10)
+
+    assert borrowed() == [None, off, None]
+    token = regions.push(name, tpu)
+    assert borrowed() == [tpu, off, tpu]
+    inner = regions.push(name, off)
+    assert borrowed() == [off, off, off]
+    regions.pop(inner)
+    assert borrowed() == [tpu, off, tpu]
+    regions.pop(token)
+    assert borrowed() == [None, off, None]
