@@ -7,7 +7,7 @@ operations without a rule are recorded by their parts, so both are left out.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import threading
 from collections.abc import Iterator
@@ -22,56 +22,42 @@ _NOT_OPERATIONS = ("prim", "prims", "debugprims", "rngprims", "profiler", "induc
 """Namespaces of torch without the arithmetic of a model."""
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class OperationRecording:
-    """Resources of one `start`, released by `stop`."""
-
-    modules: module_paths.PathsToken
-    kernels: dict[str, kernels.Release]
-    """By device type: what releases its kernels."""
-
-
 _lock = threading.RLock()
-_running: list[OperationRecording] = []
+_running: dict[contextlib.ExitStack, set[str]] = {}
+"""What ends each recording -> the device types whose operations have kernels for it."""
 
 
-def start() -> OperationRecording:
-    """Starts a recording.  The first one of a process takes about 0.1 s, later ones about 0.03 s."""
-    with _lock:
-        recording = OperationRecording(module_paths.acquire(), {})
-        if not _running:
-            regions.opening.subscribe(_before_region)
-        _running.append(recording)
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Records while the block runs.  The first one of a process takes about 0.1 s, later ones about 0.03 s."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(module_paths.release, module_paths.acquire())
         try:
-            for device_type in (*kernels.device_types(), *kernels.in_use()):
-                _install(recording, device_type)
-        except BaseException:
-            stop(recording)
-            raise
-        return recording
+            with _lock:
+                if not _running:
+                    regions.opening.subscribe(_before_region)
+                _running[undo] = set()
+                for device_type in (*kernels.device_types(), *kernels.in_use()):
+                    _install(undo, device_type)
+            yield
+        finally:
+            with _lock:
+                _running.pop(undo, None)
+                if not _running:
+                    regions.opening.unsubscribe(_before_region)
 
 
-def stop(recording: OperationRecording) -> None:
-    """Ends a recording."""
-    with _lock:
-        _running.remove(recording)
-        if not _running:
-            regions.opening.unsubscribe(_before_region)
-        for release in recording.kernels.values():
-            release()
-        module_paths.release(recording.modules)
-
-
-def _install(recording: OperationRecording, device_type: str) -> None:
-    recording.kernels[device_type] = kernels.hold(device_type, _operations(kernels.KEYS[device_type]))
+def _install(undo: contextlib.ExitStack, device_type: str) -> None:
+    _running[undo].add(device_type)
+    undo.callback(kernels.hold(device_type, _operations(kernels.KEYS[device_type])))
 
 
 def _before_region(device_type: str, _region: regions.Region) -> None:
     if device_type in kernels.OF_XLA:
         with _lock:
-            for recording in _running:
-                if device_type not in recording.kernels:
-                    _install(recording, device_type)
+            for undo, installed in _running.items():
+                if device_type not in installed:
+                    _install(undo, device_type)
 
 
 def _operations(key: str) -> Iterator[str]:

@@ -93,7 +93,7 @@ def explain() -> Iterator[ExplainReport]:
         if "torch" in sys.modules:
             from xla_amp.pytorch.autocast import operation_recorder
 
-            stack.callback(operation_recorder.stop, operation_recorder.start())
+            stack.enter_context(operation_recorder.recording())
         if "xla_amp.jax.compat" in sys.modules:
             from xla_amp.jax import compat
 

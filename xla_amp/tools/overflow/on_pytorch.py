@@ -60,12 +60,7 @@ def find_overflow(
     arguments.require_function("find_overflow(step)", step, "one iteration of a training loop, as a function")
     step = uncompiled(step)
     found = [*reachable(step, (*args, *kwargs.values())), *objects]
-    with (
-        progress.shown("find_overflow", first=3),
-        compiling.for_few_runs(),
-        contextlib.ExitStack() as stack,
-    ):
-        stack.callback(operation_recorder.stop, operation_recorder.start())
+    with progress.shown("find_overflow", first=3), compiling.for_few_runs(), operation_recorder.recording():
         return _find(functools.partial(step, *args, **kwargs), found)
 
 
