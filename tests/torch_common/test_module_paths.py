@@ -13,10 +13,10 @@ from xla_amp.torch_common import module_paths
 @pytest.fixture
 def seen():
     """Followed paths, one for each time that a model below asks."""
-    token = module_paths.acquire()
+    end = module_paths.acquire()
     found: list[str | None] = []
     yield found
-    module_paths.release(token)
+    end()
     assert module_paths.current() is None
     assert not torch_module._global_forward_pre_hooks
     assert not torch_module._global_forward_hooks
@@ -83,7 +83,7 @@ def test_exceptions(seen, kind):
         with pytest.raises(kind):
             inner(ONE)
         assert module_paths.current() is not None, "modules are not followed"
-        module_paths.release(module_paths.acquire())  # as every region does
+        module_paths.acquire()()  # as every region does
         assert module_paths.current() is None
 
 
@@ -109,15 +109,15 @@ def test_a_start_inside_the_model():
     found: list[str | None] = []
 
     def late(x):
-        token = module_paths.acquire()
+        end = module_paths.acquire()
         found.append(module_paths.current())
         Note(found)(x)
         inner(x)
-        again = module_paths.acquire()
+        end_again = module_paths.acquire()
         found.append(module_paths.current())
-        module_paths.release(again)
+        end_again()
         found.append(module_paths.current())
-        module_paths.release(token)
+        end()
         found.append(module_paths.current())
         return x
 

@@ -1,17 +1,17 @@
 """Path of the running module, as ``named_modules`` of the outermost running module gives it.
 
-Known only between `acquire` and `release`, which a region with rules for modules and `xla_amp.explain` call.  Two
-global hooks then follow every ``Module.__call__``; otherwise no hook is installed.  A module that
+Known only after `acquire`, until its end: a region with rules for modules and `xla_amp.explain` call it.  Two global
+hooks then follow every ``Module.__call__``; otherwise no hook is installed.  A module that
 `torch.utils.checkpoint` runs again in the backward pass has the path of its forward pass.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,14 +40,6 @@ class _Thread(threading.local):
         """Path of each module of the outermost running module, by ``id``."""
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class PathsToken:
-    """Proof of one `acquire`, for `release`."""
-
-    rebuilt: list[tuple[torch.nn.Module, str]] | None
-    """The stack, if it was rebuilt from Python frames because the thread was inside a model already."""
-
-
 _thread = _Thread()
 _lock = threading.Lock()
 _holders = 0
@@ -59,14 +51,14 @@ _seen: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictiona
 def current() -> str | None:
     """Path of the innermost running module of this thread: ``""`` for the model itself, None outside modules.
 
-    Meaningful between `acquire` and `release` only.
+    Meaningful after `acquire` only.
     """
     stack = _thread.stack
     return stack[-1][1] if stack else None
 
 
-def acquire() -> PathsToken:
-    """Follows modules until `release` gets the token.  Also finds the modules that this thread runs already."""
+def acquire() -> Callable[[], None]:
+    """Follows modules until what this returns is called.  Also finds the modules that this thread runs already."""
     global _holders
     with _lock:
         _holders += 1
@@ -76,18 +68,18 @@ def acquire() -> PathsToken:
     found = running()
     stack = _thread.stack
     if len(found) == len(stack) and all(a is b for a, (b, _) in zip(found, stack, strict=True)):
-        return PathsToken(None)
+        return _release
     # The hooks were installed after these modules started, or a BaseException skipped the forward hook.
     _thread.stack = stack = []
     for module in found:
         _enter(module, ())
-    return PathsToken(stack)
+    return functools.partial(_release, stack)
 
 
-def release(token: PathsToken) -> None:
-    """Ends one `acquire`."""
+def _release(rebuilt: list[tuple[torch.nn.Module, str]] | None = None) -> None:
+    """Ends one `acquire`; `rebuilt`: the stack, if that made it from Python frames."""
     global _holders
-    if token.rebuilt is not None and token.rebuilt is _thread.stack:
+    if rebuilt is not None and rebuilt is _thread.stack:
         _thread.stack = []
     with _lock:
         _holders -= 1

@@ -15,7 +15,7 @@ from xla_amp.torch_common import module_paths
 class LocatingMode(TorchDispatchMode):
     """Counts operations and locates them in the user's program.
 
-    Module paths are known between `module_paths.acquire` and `release`.
+    Module paths are known after `module_paths.acquire`, until its end.
     """
 
     def __init__(self) -> None:

@@ -20,13 +20,13 @@ class Locations(LocatingMode):
         self._places: list[Place] = []
 
     def __enter__(self) -> Locations:
-        self._modules = module_paths.acquire()
+        self._ends = module_paths.acquire()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        module_paths.release(self._modules)
+        self._ends()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place, start = self.locate(func), Position.now().code

@@ -31,7 +31,7 @@ _running: dict[contextlib.ExitStack, set[str]] = {}
 def recording() -> Iterator[None]:
     """Records while the block runs.  The first one of a process takes about 0.1 s, later ones about 0.03 s."""
     with contextlib.ExitStack() as undo:
-        undo.callback(module_paths.release, module_paths.acquire())
+        undo.callback(module_paths.acquire())
         try:
             with _lock:
                 if not _running:

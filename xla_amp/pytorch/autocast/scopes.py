@@ -40,7 +40,7 @@ def _opens(where: str | int, scope: object, wanted: Sequence[kernels.Wanted], by
             for each in wanted:
                 stack.callback(kernels.hold(*each))
             if by_module:
-                stack.callback(module_paths.release, module_paths.acquire())
+                stack.callback(module_paths.acquire())
             held = stack.pop_all()
     with _lock:
         if not _open:
