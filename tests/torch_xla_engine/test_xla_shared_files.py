@@ -21,7 +21,7 @@ ON_DEVICE = "test_torchs_own_optimizers_step_on_the_device has it"
 FILES: Mapping[str, tuple[int, Mapping[str, str]]] = MappingProxyType(
     {
         "autocast/test_autocast_regions.py": (12, {}),
-        "autocast/test_rules_in_regions.py": (43, {
+        "autocast/test_rules_in_regions.py": (40, {
             "test_torchs_regions_follow_overrides_and_ours_around_them": "torch.autocast has torch_xla's own kernels",
         }),
         "autocast/test_torch_lists.py": (3, {}),

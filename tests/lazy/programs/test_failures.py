@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 import textwrap
 import warnings
@@ -256,23 +257,18 @@ def test_falling_back_is_counted_and_said_once(device: torch.device, monkeypatch
         torch.ops.lazy_failures.unknown_in_place(x)
 
 
-def test_on_the_cpu_an_operation_may_resize(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_cpu_an_operation_may_resize_and_a_number_is_a_tensor_again(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     LIBRARY.define("grow(Tensor(a!) x) -> Tensor(a!)")
     LIBRARY.impl("grow", lambda x: x.resize_(4).fill_(2), "CPU")
     monkeypatch.setenv("XLA_AMP_FALLBACK", "cpu")
-    x = torch.ones(1).to(device)
+    x, y = torch.ones(1).to(device), torch.tensor([0.5, 2.0]).to(device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.ops.lazy_failures.grow(x)
+        assert torch.special.chebyshev_polynomial_t(y, 3).tolist() == [-1, 26]  # 4 x^3 - 3 x
     assert x.tolist() == [2, 2, 2, 2]
-
-
-def test_on_the_cpu_a_number_is_a_tensor_again(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_AMP_FALLBACK", "cpu")
-    x = torch.tensor([0.5, 2.0]).to(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert torch.special.chebyshev_polynomial_t(x, 3).tolist() == [-1, 26]  # 4 x^3 - 3 x
 
 
 # ---- at the flush ----------------------------------------------------------------------------------------------------
@@ -379,6 +375,74 @@ def test_a_failed_step_gives_its_random_numbers_back(device: torch.device) -> No
     assert torch.equal(engine.get_rng_state(), state)
     assert own.get_offset() == 0
     del kept
+
+
+# ---- at the call, if steps are not recorded --------------------------------------------------------------------------
+
+EAGER = """
+    import json, sys, traceback
+    import torch, xla_amp
+    from xla_amp import lazy as engine, lowering
+    from xla_amp.errors import StepFailedError
+
+    device = xla_amp.xla_device()
+
+    def losses(captured):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.LayerNorm(16),
+                                    torch.nn.Linear(16, 3)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = xla_amp.GradScaler(device, init_scale=1024.0)
+        x, y = torch.randn(32, 8).to(device), torch.randint(0, 3, (32,)).to(device)
+
+        def step(x, y):
+            with xla_amp.autocast(device, dtype=torch.float16):
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return loss
+
+        run = xla_amp.compile(step) if captured else step
+        return [run(x, y).item() for _ in range(6)], getattr(run, "replays", None), scaler.get_scale()
+
+    library = torch.library.Library("eager_mode", "DEF")
+    library.define("broken(Tensor x) -> Tensor")
+    library.impl("broken", torch.empty_like, "Meta")
+
+    @lowering.register("eager_mode::broken")
+    def broken(x):
+        raise ArithmeticError("no such luck")
+
+    x = torch.ones(3).to(device)
+    try:
+        bad = torch.ops.eager_mode.broken(x + 1)
+        failed = "later"
+        engine.sync()
+    except StepFailedError as error:
+        failed = "at the call" if traceback.extract_tb(error.__traceback__)[0].lineno == LINE else "elsewhere"
+        failed = failed if "bad" not in globals() else "later"
+    print(json.dumps([losses(False), losses(True), failed, x.tolist(), engine.metrics()["executions"]]))
+"""
+
+
+def test_each_operation_runs_at_its_call_with_the_numbers_of_recorded_steps() -> None:
+    """With ``XLA_AMP_EAGER=1``; it fails at its own line."""
+    text = textwrap.dedent(EAGER)
+    line = next(n for n, words in enumerate(text.splitlines(), 1) if "bad = torch" in words)
+    found = []
+    for eager in ("0", "1"):
+        variables = {"JAX_PLATFORMS": "cpu", "XLA_AMP_EAGER": eager}
+        out = forked.run(program=text.replace("LINE", str(line)), warnings="ignore", **variables)
+        found.append(json.loads(out.stdout.splitlines()[-1]))
+    recorded, eager = found
+    for (expected, _, expected_scale), (losses, _, scale) in zip(recorded[:2], eager[:2], strict=True):
+        assert losses == pytest.approx(expected, rel=1e-4)
+        assert scale == expected_scale
+    assert (eager[1][1], recorded[1][1] >= 1) == (0, True)  # captured steps run uncaptured
+    assert (recorded[2:4], eager[2:4]) == (["later", [1, 1, 1]], ["at the call", [1, 1, 1]])
+    assert eager[4] > 20 * recorded[4]  # executions: one for each operation
 
 
 # ---- noticing others -------------------------------------------------------------------------------------------------

@@ -70,11 +70,8 @@ ROWS: list[tuple[str, dict[str, str], str, Call, torch.dtype]] = [
     ("tpu", {}, "out=", lambda x: torch.mm(x, x, out=torch.zeros_like(x)), FULL),
     ("tpu", {}, "in place", lambda x: torch.zeros_like(x).addmm_(x, x), FULL),
     # rules of users
-    ("tpu", {"mm": "fp32"}, "mm", lambda x: torch.mm(x.to(LOW), x.to(LOW)), FULL),
-    ("tpu", {"softmax": "low"}, "softmax", lambda x: torch.softmax(x, -1), LOW),
     ("tpu", {"add.Tensor": "low"}, "add", lambda x: x + 1, LOW),
     ("tpu", {"add.Tensor": "keep"}, "add", lambda x: x + 1, FULL),
-    ("tpu", {"tanh": "fp32"}, "tanh", lambda x: torch.tanh(x.to(LOW)), FULL),
     ("tpu", {"linear": "keep"}, "linear", lambda x: F.linear(x, x), FULL),
     ("tpu", {"linear": "keep"}, "mm beside it", lambda x: torch.mm(x, x), LOW),
     ("tpu", {"einsum": "keep"}, "einsum", lambda x: torch.einsum("ij,jk->ik", x, x), FULL),
