@@ -79,19 +79,20 @@ def _named(operation: str) -> tuple[str, ...]:
 
 
 def _matches(pattern: re.Pattern[str], path: str) -> bool:
+    """Whether a pattern names the module at `path` or one around it."""
+    names = path.split(".") if path else []
+    around = (".".join(names[:depth]) for depth in range(len(names), -1, -1))
     # "*.attention" also matches at the top level, where no dot precedes it.
-    return bool(pattern.match(path) or pattern.match(f".{path}"))
+    return any(pattern.match(each) or pattern.match(f".{each}") for each in around)
 
 
 @functools.lru_cache(maxsize=16384)
 def reaches(pattern: str, operation: str, path: str) -> bool:
     """Whether `pattern` matches `operation` where it runs in the module at `path`; the model itself is ``""``."""
     parsed = parse(pattern)
-    names = path.split(".") if path else []
-    enclosing = [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
-    if operation in parsed.operations and any(_matches(parsed.operation_modules, module) for module in enclosing):
+    if operation in parsed.operations and _matches(parsed.operation_modules, path):
         return True
-    return _computes(operation) and any(_matches(parsed.modules, module) for module in enclosing)
+    return _computes(operation) and _matches(parsed.modules, path)
 
 
 _Value = TypeVar("_Value")
@@ -112,9 +113,7 @@ def innermost(matches: Sequence[tuple[str, _Value]]) -> list[_Value]:
 
 def selects(pattern: str, path: str) -> bool:
     """Whether `pattern`, with or without ``module:``, names the module at `path` or one around it."""
-    modules = op_catalog.glob(pattern.removeprefix(PREFIX).replace("/", "."))
-    names = path.split(".") if path else []
-    return any(_matches(modules, ".".join(names[:depth])) for depth in range(len(names), -1, -1))
+    return _matches(op_catalog.glob(pattern.removeprefix(PREFIX).replace("/", ".")), path)
 
 
 def nearest(pattern: str, paths: Iterable[str]) -> str:
