@@ -49,13 +49,7 @@ def set_gradients(params: list[nn.Parameter], step: int, factor: float = 1.0, ba
 
 
 class Training:
-    """Two parameters (one matrix for Muon) and an optimizer, with gradients that depend on them.
-
-    Args:
-        info: the optimizer.
-        options: its keyword arguments.
-        where: device of the parameters.
-    """
+    """Two parameters (one matrix for Muon) and an optimizer, with gradients that depend on them."""
 
     def __init__(self, info: OptimizerInfo, options: dict[str, Any], where: str) -> None:
         generator = torch.Generator().manual_seed(0)

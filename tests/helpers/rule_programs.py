@@ -158,10 +158,7 @@ def refused_by_torch(program: Program, cast: Cast) -> str:
 def run_in_torch(cast: Cast, place: torch.device, *, mixed_products: bool) -> Iterator[tuple[Program, DecisionRecord]]:
     """Runs the programs with that cast; each that runs, with the decision on it.  The others must raise by name.
 
-    Args:
-        cast: the cast of all rules.
-        place: the device.
-        mixed_products: whether the device's products take two dtypes; torch's kernels raise.
+    Products of two dtypes, too, where the device has them (`mixed_products`); torch's kernels raise.
     """
     y = torch.full((4, 4), 0.5).to(place)
     low = y.bfloat16()

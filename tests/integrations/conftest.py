@@ -12,10 +12,7 @@ import result_tables
 
 @pytest.fixture
 def record(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """Call with framework, precision, and executions and host syncs of steps; without them a run resumed bitwise.
-
-    Fails if the page says something else.
-    """
+    """Checks the page: executions and host syncs of a framework's steps, without them that a run resumed bitwise."""
 
     def note(framework: str, precision: str, counts: tuple[int, ...] | None = None, steps: int = 1) -> None:
         facts = {"save and resume": "bitwise"}

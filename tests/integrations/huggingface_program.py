@@ -1,9 +1,6 @@
-"""Training in processes with Accelerate and transformers' Trainer, for test_framework_processes.py.
+"""Trains in processes: ``accelerate launch --multi_gpu --num_processes 2 huggingface_program.py FOLDER KIND...``.
 
-    accelerate launch --multi_gpu --num_processes 2 huggingface_program.py FOLDER KIND...
-
-Each process writes what it saw of each kind to FOLDER/KIND-WORLD-RANK.pt.  One process alone takes batches of twice the
-size.
+Each process writes what it saw of each kind to FOLDER/KIND-WORLD-RANK.pt.  One alone takes batches of twice the size.
 """
 
 from __future__ import annotations

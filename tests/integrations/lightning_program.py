@@ -1,9 +1,6 @@
-"""Training in processes with Lightning and Fabric, for test_framework_processes.py.
+"""Trains in processes with Lightning and Fabric: ``python lightning_program.py FOLDER WORLD KIND...``.
 
-    python lightning_program.py FOLDER WORLD KIND...
-
-Each process writes what it saw of each kind to FOLDER/KIND-WORLD-RANK.pt.  One process takes batches that are `WORLD`
-times as large.
+Each writes what it saw of each kind to FOLDER/KIND-WORLD-RANK.pt.  One alone takes batches WORLD times as large.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The checks of a test are compared at its end, computed in one program."""
+"""The checks of a test are compared at its end, computed in one program.
+
+The tests are of edges: ordinary calls, in five dtypes and with gradients, are those of torch's operator database
+(tests/lazy/op_db).
+"""
 
 from __future__ import annotations
 

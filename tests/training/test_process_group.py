@@ -82,10 +82,7 @@ def test_torchs_data_parallel_is_one_executable_a_step_and_all_skip_an_overflow(
 @pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_buffers_are_sent_in_the_step(replicas, mode):
-    """Against torch's class on the CPU: the same weights and buffers, in one executable a step after the second.
-
-    In a group of gloo each copy of the buffers is an executable for itself.
-    """
+    """As torch's class on the CPU, in one executable a step after the second; with gloo each copy is another one."""
     for rank, process in enumerate(replicas):
         (got, read, counts), (expected, read_there, _) = process["buffers"][mode]
         assert list(got) == list(expected)

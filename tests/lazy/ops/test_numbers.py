@@ -1,7 +1,4 @@
-"""Integers and reductions of nothing as torch on the CPU where C++ defines them; dimensions of 0-d tensors.
-
-torch treats a 0-d tensor as one of one dimension.
-"""
+"""Integers and reductions of nothing as torch on the CPU where C++ defines them; 0-d tensors, 1-d for it."""
 
 from __future__ import annotations
 

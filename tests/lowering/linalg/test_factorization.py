@@ -1,7 +1,4 @@
-"""Linear algebra against torch on the CPU: edges, sides and half types.
-
-Ordinary calls are those of torch's operator database (tests/lazy/op_db).
-"""
+"""Linear algebra against torch on the CPU: edges, sides and half types."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Elementwise operations against PyTorch on the CPU: special values, numbers beside half types, and edges.
-
-Ordinary values, in five dtypes and with gradients, are those of torch's operator database (tests/lazy/op_db).
-"""
+"""Elementwise operations against PyTorch on the CPU: special values, numbers beside half types, and edges."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Reductions, orders, Fourier transforms against PyTorch on the CPU: NaN, nothing, other dtypes, rare overloads.
 
-Ordinary calls are those of torch's operator database (tests/lazy/op_db), numbers without dimensions those of
-tests/lazy/ops/test_numbers.py.
+Numbers without dimensions are in tests/lazy/ops/test_numbers.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Losses and their gradients against torch on the CPU: bends, ignored classes, half types, targets that do not fit.
-
-Ordinary calls are those of torch's operator database (tests/lazy/op_db).
-"""
+"""Losses and their gradients against torch on the CPU: bends, ignored classes, half types, targets that do not fit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Pooling and resampling against torch on the CPU: forms by platform, ties and NaN, sums of half types.
-
-Ordinary calls are those of torch's operator database (tests/lazy/op_db).
-"""
+"""Pooling and resampling against torch on the CPU: forms by platform, ties and NaN, sums of half types."""
 
 from __future__ import annotations
 

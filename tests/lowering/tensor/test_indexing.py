@@ -1,7 +1,4 @@
-"""Indexing, embeddings and scatters against PyTorch on the CPU: masks, sums of half types, rare forms.
-
-Ordinary calls are those of torch's operator database (tests/lazy/op_db).
-"""
+"""Indexing, embeddings and scatters against PyTorch on the CPU: masks, sums of half types, rare forms."""
 
 from __future__ import annotations
 

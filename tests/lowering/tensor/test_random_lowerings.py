@@ -93,7 +93,6 @@ def test_uniform_halves_have_the_resolution_of_torch():
 
 
 def test_a_number_beside_a_tensor():
-    """Other forms: tests/lazy/torch_integration/test_generator.py."""
     drawn = run("normal.float_Tensor", 3.0, torch.full((COUNT,), 2.0))[0]
     assert distance(drawn, NORMAL(3.0, 2.0).cdf) < 1.63
     drawn = run("bernoulli.p", torch.zeros(COUNT), 0.3)[0]

@@ -1,7 +1,4 @@
-"""Creating, joining, slices written back, windows, padding against PyTorch on the CPU: edges, sums of half types.
-
-Ordinary calls are those of torch's operator database (tests/lazy/op_db).
-"""
+"""Creating, joining, slices written back, windows, padding against PyTorch on the CPU: edges, sums of half types."""
 
 from __future__ import annotations
 
