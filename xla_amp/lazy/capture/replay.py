@@ -121,9 +121,8 @@ class Replay:
         for index in self._special:
             found[index] = _input(inputs[index], buffers)
         parameters = [*filter(None, found)]
-        if len(parameters) < len(found) or {type(None), Poisoned}.intersection(map(type, map(_array, parameters))):
-            return None
-        return parameters
+        has_all = len(parameters) == len(found) and _NO_VALUE.isdisjoint(map(type, map(_array, parameters)))
+        return parameters if has_all else None
 
     def _next_run(self, parameters: list[Buffer], computed: list[Buffer], numbers: Sequence[Any]) -> execute.Run:
         run = self._recorded.run
@@ -185,3 +184,4 @@ def _output(target: Target, buffers: Sequence[Buffer | None]) -> Buffer:
 
 
 _array = attrgetter("array")
+_NO_VALUE = frozenset((type(None), Poisoned))

@@ -68,6 +68,9 @@ class _Objects(Reading):
                 known.add(key)
         self._typed += [owner for _, owner in self.objects.values()]
         self.end()
+        self.firsts = dict[Buffer | None, int]()
+        """The first position of each of `buffers`."""
+        self.shared = _shared(self.buffers, 0, self.firsts)
         self.keep()
 
     def holds(self, given: dict[int, tuple[str, Any]]) -> bool:
@@ -197,6 +200,8 @@ class Snapshot:
         of_gradients = [
             None if each is None or each.is_sparse else tensor_io.buffer_of(each) for each in self.gradients
         ]
+        others = [*given.buffers, *named.buffers, *of_gradients]
+        shared = objects.shared, _shared(others, len(objects.buffers), {**objects.firsts})
         self.buffers: list[Buffer | None] = [*given.buffers, *named.buffers, *objects.buffers, *of_gradients]
         """By position: of `tensors`, then of `gradients`."""
         self.repeated = {**given.repeated, **named.repeated, **objects.repeated}
@@ -206,7 +211,7 @@ class Snapshot:
         derived = [
             ("which parameters require a gradient", [*map(_requires_grad, self.parameters)]),
             ("hooks of its parameters", [*map(list, map(methodcaller("values"), hooks))]),
-            ("which tensors share memory", _shared(self.buffers)),
+            ("which tensors share memory", shared),
             *(accumulates(label, each) for label, (each, name) in self.repeated.items() if name == "accumulate"),
         ]
         self.entries = [*modes, *given.entries()], named.entries(), objects.entries(), derived
@@ -360,10 +365,10 @@ _hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _gradient, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
 
-def _shared(buffers: Sequence[Buffer | None]) -> list[tuple[int, int]]:
-    """The positions of buffers that are at an earlier one too, each with that."""
-    if len({*buffers}) + max(buffers.count(None) - 1, 0) == len(buffers):
-        return []
-    firsts = dict[Buffer | None, int]()
-    found = list(map(firsts.setdefault, buffers, itertools.count()))
-    return [(at, first) for at, first in enumerate(found) if at != first and buffers[at] is not None]
+def _shared(buffers: Sequence[Buffer | None], start: int, firsts: dict[Buffer | None, int]) -> list[tuple[int, int]]:
+    """The positions, from `start` on, of buffers that are at an earlier one too, each with that.
+
+    `firsts` has the earlier ones, and gets these.
+    """
+    found = zip(buffers, map(firsts.setdefault, buffers, itertools.count(start)), strict=True)
+    return [(at, first) for at, (buffer, first) in enumerate(found, start) if at != first and buffer is not None]
