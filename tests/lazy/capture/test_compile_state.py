@@ -414,8 +414,11 @@ def test_when_garbage_is_freed_makes_no_difference(device, alive):
     assert gc.isenabled()
 
 
+@pytest.mark.parametrize("in_cpp", [True, False])
 @pytest.mark.parametrize("change", [lambda data: data.t(), lambda data: data[1:], lambda data: data.view(torch.int32)])
-def test_a_tensor_that_becomes_another_part_of_its_memory_is_another_capture(device, change):
+def test_a_tensor_that_becomes_another_part_of_its_memory_is_another_capture(device, change, in_cpp, monkeypatch):
+    if not in_cpp:
+        monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
     model, x = nn.Module(), torch.ones(3, device=device)
     model.register_buffer("table", torch.arange(9.0, device=device).reshape(3, 3))
 
@@ -426,6 +429,24 @@ def test_a_tensor_that_becomes_another_part_of_its_memory_is_another_capture(dev
     model.table.data = change(model.table.data)
     expected = (model.table.cpu().float() * x.cpu()).sum(1)
     assert [step(x).tolist() for _ in range(4)] == [expected.tolist()] * 4
+
+
+def test_state_is_not_read_again_where_modes_alternate(device):
+    model, x = nn.Linear(3, 2).to(device), torch.ones(4, 3, device=device)
+    step = xla_amp.compile(lambda x: model(x).sum(), strict=True)
+    modes = (torch.no_grad, torch.inference_mode, lambda: xla_amp.autocast(device, dtype=torch.bfloat16))
+
+    def call():
+        values = []
+        for mode in modes:
+            with torch.no_grad(), mode():
+                values.append(step(x).item())
+        return values
+
+    *_, expected = [call() for _ in range(4)]
+    found, replays = step._own.state._objects, step.replays
+    assert [call() for _ in range(2)] == [expected] * 2
+    assert (step._own.state._objects, step.replays) == (found, replays + 6)
 
 
 def test_a_parameter_that_moves_to_another_group_is_another_capture(device):

@@ -11,7 +11,7 @@ import inspect
 import pathlib
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -121,6 +121,22 @@ def register_device(name: str, module: Any, guard: Any) -> None:
 def create_tensor(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     """A contiguous tensor on the device whose storage holds no bytes (`shape` in elements)."""
     return torch._C._acc.create_empty_tensor(shape, dtype)
+
+
+def same_views(tensors: Iterable[torch.Tensor]) -> Callable[[], bool]:
+    """A function that tells whether class, dtype, shape and strides of each tensor are as they are now.
+
+    It returns False also where only modes of the thread, such as that of gradients, are others than now.
+    """
+    once = {id(each): each for each in tensors}.values()
+    sizes: Any = [[*each.shape] for each in once]
+    strides: Any = [[*each.stride()] for each in once]
+    try:
+        guards = torch._C._dynamo.guards.TensorGuards
+        check = guards(*once, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    except (AttributeError, TypeError):  # another torch
+        return lambda: False
+    return functools.partial(check, *once)
 
 
 def coordinator() -> Any:

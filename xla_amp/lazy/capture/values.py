@@ -21,6 +21,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from xla_amp.lazy.base import private_api
 from xla_amp.lazy.graph.trace import Buffer
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io
@@ -125,13 +126,20 @@ class Reading:
         """Remembers what is there, for `is_current`."""
         self._gets, self._names = [get for get, _ in self.looked], [name for _, name in self.looked]
         self._equal, self._same = self._sizes(), [*self._now()]
+        self._views, self._has_same_views = self._read_views(), private_api.same_views(self._plain)
 
     def is_current(self) -> bool:
         """Whether another pass would find the same."""
         try:
-            return self._equal == self._sizes() and all(map(is_, self._now(), self._same))
+            if self._equal != self._sizes() or not all(map(is_, self._now(), self._same)):
+                return False
         except (KeyError, TypeError, ValueError):  # what was there has gone, or is another thing
             return False
+        if not self._has_same_views():
+            if self._views != self._read_views():
+                return False
+            self._has_same_views = private_api.same_views(self._plain)  # in the modes that this thread has now
+        return True
 
     def _now(self) -> Iterator[Any]:
         """All that is compared by identity."""
@@ -142,13 +150,12 @@ class Reading:
         return itertools.chain(looked_up, kinds, (_NONE,), items, (_NONE,), buffers)
 
     def _sizes(self) -> list[Any]:
-        """All that is compared by equality: lengths, and which part of its memory a tensor is."""
-        return [
-            *map(len, self._sized),
-            *map(_shape, self._plain),
-            *map(_strides, self._plain),
-            *map(_offset, self._plain),
-        ]
+        """All that is compared by equality: lengths, and where in its memory a tensor begins."""
+        return [*map(len, self._sized), *map(_offset, self._plain)]
+
+    def _read_views(self) -> list[Any]:
+        """Which part of its memory a tensor is, as `private_api.same_views` compares it."""
+        return [*map(_shape, self._plain), *map(_strides, self._plain)]
 
     def entries(self) -> list[Entry]:
         """What is compared; the same list again where nothing may change in place."""
