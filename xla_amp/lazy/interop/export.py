@@ -127,10 +127,7 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
             f"export(): the call ran {what}; expected one, and no read. The first ended at {runs[0].where}. "
             "Take .item(), print, `if tensor:` and sync() out of it, or export its parts"
         )
-    returned = [
-        ("output" + trees.keystr(path), leaf) for path, leaf in trees.tree_flatten_with_path(result)[0] if is_lazy(leaf)
-    ]
-    return _assemble(runs[0], locations, names, first, returned)
+    return _assemble(runs[0], locations, names, first, list(_leaves("output", result)))
 
 
 def _assemble(
@@ -182,9 +179,7 @@ def _named_arguments(step: Callable[..., Any], args: Any, kwargs: Any) -> Iterat
     called = step.forward if isinstance(step, torch.nn.Module) else step
     bound = inspect.signature(called).bind(*args, **kwargs).arguments
     for argument, value in bound.items():
-        for path, leaf in trees.tree_flatten_with_path(value)[0]:
-            if is_lazy(leaf):
-                yield argument + trees.keystr(path), leaf
+        yield from _leaves(argument, value)
 
 
 def _named_state(step: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -209,6 +204,11 @@ def _state(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 if is_lazy(tensor):
                     yield f"{prefix}state[{number}].{key}", tensor
     elif isinstance(value, list | tuple | dict):
-        for path, leaf in trees.tree_flatten_with_path(value)[0]:
-            if is_lazy(leaf):
-                yield name + trees.keystr(path), leaf
+        yield from _leaves(name, value)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the device in a container, each with its path behind `name`."""
+    for path, leaf in trees.tree_flatten_with_path(value)[0]:
+        if is_lazy(leaf):
+            yield name + trees.keystr(path), leaf
