@@ -51,11 +51,12 @@ def functionalized(function: Any, args: Any, kwargs: Any) -> Iterator[Lifted]:
         TypeError: the call has made or changed variables of a Linen module of the function's closure.
     """
     scopes = _linen_scopes(function)
-    before = [_leaves(scope) for scope in scopes]
+    before = [dict(leaves_by_path(scope.variables(), "")) for scope in scopes]
     with lifted_call(function, args, kwargs) as lifted:
         yield lifted
     for scope, known in zip(scopes, before, strict=True):
-        written = [path for path, value in _leaves(scope).items() if value is not known.get(path)]
+        now = leaves_by_path(scope.variables(), "")
+        written = [path for path, value in now if value is not known.get(path)]
         if written:
             raise TypeError(
                 f"xla_amp.jax.autocast traced a function that writes {written[0]} of a Linen module, which would keep "
@@ -74,10 +75,6 @@ def _linen_scopes(function: Any) -> list[Any]:
     held = (cell.cell_contents for cell in cells if cell != types.CellType())
     scopes = (each.scope for each in held if isinstance(each, linen.Module))
     return [scope.root for scope in scopes if scope is not None and scope.mutable is not False]
-
-
-def _leaves(scope: Any) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(scope.variables())}
 
 
 @contextlib.contextmanager
