@@ -187,7 +187,7 @@ def _train(
     for x, y in _batches(seed, steps):
         loss = run(x.to(device), y.to(device))
     if captured:
-        assert run.replays >= steps - recorded, (run.reasons, run._own.refused)
+        assert run.replays >= steps - recorded, (run.reasons, run._own.refusals)
     return [*(parameter.detach().cpu() for parameter in model.parameters()), loss.detach().cpu()]
 
 

@@ -178,8 +178,8 @@ class _Captures:
     def __init__(self, step: Callable[..., Any], declared: tuple[Any, ...]) -> None:
         self.cache: list[Capture] = []
         self.state = State(step, declared)
-        self.failures, self.refused = 0, ""
-        """Calls that could not be replayed since the last that could, and why the last of them could not."""
+        self.refusals: list[str] = []
+        """Why calls could not be replayed since the last that could."""
         self.given_up = False
 
 
@@ -308,7 +308,7 @@ class Compiled(Generic[_Arguments, _Result]):
             if len(own.state.counters) > known:
                 own.cache = [capture]  # others compare the value of the counter
             if capture.replay is not None:
-                own.failures = 0
+                own.refusals.clear()
             return tree_map_only(torch.Tensor, lambda each: each.detach() if each.requires_grad else each, result)
         except NotReplayableError as reason:
             if capture.replay is not None:
@@ -319,8 +319,8 @@ class Compiled(Generic[_Arguments, _Result]):
                     "argument"
                 ) from None
             own.cache.remove(capture)
-            own.failures, own.refused = own.failures + 1, str(reason)
-            if own.failures >= PATIENCE:
+            own.refusals.append(str(reason))
+            if len(own.refusals) >= PATIENCE:
                 self._report(str(reason))
         return result
 

@@ -250,7 +250,7 @@ class Recording:
         old, new = self._before.unchanged(self._steered), after.unchanged(after.steered())
         changes = {label: each for label, *each in differences(old, new)}
         same = {label: ["", by, by] for label, by in itertools.chain(*new) if label in self._state.counters}
-        counts, owners = after.counts, after.owners
+        counts, owners = after.by_label("counts"), after.by_label("owners")
         names = {label: label.rpartition(".")[::2] for label in {**changes, **same}}
         for label, (how, one, other) in {**same, **changes}.items():
             (owner, name), read = names[label], ""

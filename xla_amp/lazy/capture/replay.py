@@ -84,7 +84,7 @@ class Replay:
             return None
         computed = [_output(target, state.buffers) for target in self._recorded.computed]
         numbers, hosts = state.numbers, state.repeated
-        counted = [*self._counted(state.counts)] if self._recorded.counts else []
+        counted = [*self._counted(state.by_label("counts"))] if self._recorded.counts else []
         state.release()
         for at in self._unbound:
             slots[at].put(None)
@@ -117,7 +117,7 @@ class Replay:
     def _parameters(self, buffers: Sequence[Buffer | None]) -> list[Buffer] | None:
         """The buffers of the inputs; None if one is missing, or has no value."""
         inputs = self._recorded.run.inputs
-        found = [*map((*buffers, None).__getitem__, self._positions)]
+        found = [*map([*buffers, None].__getitem__, self._positions)]
         for index in self._special:
             found[index] = _input(inputs[index], buffers)
         parameters = [*filter(None, found)]

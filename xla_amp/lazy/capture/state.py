@@ -204,7 +204,7 @@ class Snapshot:
         shared = objects.shared, _shared(others, len(objects.buffers), {**objects.firsts})
         self.buffers: list[Buffer | None] = [*given.buffers, *named.buffers, *objects.buffers, *of_gradients]
         """By position: of `tensors`, then of `gradients`."""
-        self.repeated = {**given.repeated, **named.repeated, **objects.repeated}
+        self.repeated = self.by_label("repeated")
         """Objects on the host by label, each with the method that a replay calls."""
         self.options, self.numbers = objects.options, objects.numbers()
         hooks = filter(None, itertools.chain.from_iterable(map(_hooks, self.parameters)))
@@ -217,15 +217,9 @@ class Snapshot:
         self.entries = [*modes, *given.entries()], named.entries(), objects.entries(), derived
         """In parts, as those of names and objects are mostly the same lists."""
 
-    @property
-    def counts(self) -> dict[str, Slot | torch.Tensor]:
-        """Integers on the host by label."""
-        return {label: each for reading in reversed(self._readings) for label, each in reading.counts.items()}
-
-    @property
-    def owners(self) -> dict[str, Any]:
-        """Objects by label."""
-        return {label: each for reading in reversed(self._readings) for label, each in reading.owners.items()}
+    def by_label(self, what: str) -> dict[str, Any]:
+        """The `repeated`, `counts` or `owners` of its readings."""
+        return {label: each for reading in reversed(self._readings) for label, each in getattr(reading, what).items()}
 
     def at(self, position: int) -> tuple[torch.Tensor | None, str, Slot]:
         """The tensor at a position, with what it is called and where it is bound."""
@@ -300,7 +294,7 @@ class State:
 
     def _read_names(self, arguments: list[Any]) -> Reading:
         """What is declared, what code names, and the models and optimizers that a recorded call has used."""
-        modules = [each for each in arguments if _is_module(each)] if self.functions[1:] else []
+        modules = [each for each in arguments if isinstance(each, torch.nn.Module)] if self.functions[1:] else []
         known = self._named
         if known and [*map(id, modules)] == [*map(id, self._modules)] and known.is_current():
             return known
@@ -347,7 +341,11 @@ class State:
         functions = [bound(each) for each in self.functions[1:]]
         names = tuple(dict.fromkeys(itertools.chain.from_iterable(each.names for each in functions)))
         self.names += names
-        given = [Named(each, f"argument {at}", NOWHERE) for at, each in enumerate(arguments) if _is_module(each)]
+        given = [
+            Named(each, f"argument {at}", NOWHERE)
+            for at, each in enumerate(arguments)
+            if isinstance(each, torch.nn.Module)
+        ]
         known, seen = {(id(each.value), each.name) for each in own.values}, dict[int, Any]()
         for each in functions:
             named.add_bound(each)
@@ -355,10 +353,6 @@ class State:
             if (id(value), label) not in known:
                 known.add((id(value), label))
                 named.follow(value, label, slot, names, seen)
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value, torch.nn.Module)
 
 
 _hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")

@@ -119,14 +119,13 @@ class Reading:
         """Ends the pass."""
         self._plain = [*map(itemgetter(0), self.tensors)]
         self.buffers: list[Buffer] = [*map(_buffer, map(_storage, self._plain))]
-        found = [*filter(_may_have_gradient, self._plain)]
-        self.parameters = dict(zip(map(id, found), found, strict=True))
+        self.parameters = {id(each): each for each in self._plain if _may_have_gradient(each)}
 
     def keep(self) -> None:
         """Remembers what is there, for `is_current`."""
         self._gets, self._names = [get for get, _ in self.looked], [name for _, name in self.looked]
         self._equal, self._same = self._sizes(), [*self._now()]
-        self._views, self._has_same_views = self._read_views(), private_api.same_views(self._plain)
+        self._views, self._has_same_views = [*map(view, self._plain)], private_api.same_views(self._plain)
 
     def is_current(self) -> bool:
         """Whether another pass would find the same."""
@@ -136,7 +135,7 @@ class Reading:
         except (KeyError, TypeError, ValueError):  # what was there has gone, or is another thing
             return False
         if not self._has_same_views():
-            if self._views != self._read_views():
+            if self._views != [*map(view, self._plain)]:
                 return False
             self._has_same_views = private_api.same_views(self._plain)  # in the modes that this thread has now
         return True
@@ -152,10 +151,6 @@ class Reading:
     def _sizes(self) -> list[Any]:
         """All that is compared by equality: lengths, and where in its memory a tensor begins."""
         return [*map(len, self._sized), *map(_offset, self._plain)]
-
-    def _read_views(self) -> list[Any]:
-        """Which part of its memory a tensor is, as `private_api.same_views` compares it."""
-        return [*map(_shape, self._plain), *map(_strides, self._plain)]
 
     def entries(self) -> list[Entry]:
         """What is compared; the same list again where nothing may change in place."""
@@ -271,8 +266,7 @@ class Reading:
                 self.follow(item, f"{label}.{name}", place, names, seen)
 
 
-_buffer, _storage = attrgetter("_xla_amp"), torch.Tensor.untyped_storage
-_shape, _strides, _offset = attrgetter("dtype", "shape"), torch.Tensor.stride, torch.Tensor.storage_offset
+_buffer, _storage, _offset = attrgetter("_xla_amp"), torch.Tensor.untyped_storage, torch.Tensor.storage_offset
 
 
 def _may_have_gradient(tensor: torch.Tensor) -> bool:
