@@ -120,10 +120,8 @@ class Capture:
         """Calls that were replayed, and their count after which one is recorded and compared."""
 
     def _compared(self, now: Snapshot) -> list[list[Entry]]:
-        constants = []
-        for at, (option, number) in enumerate(zip(now.options, now.numbers, strict=True)):
-            if at not in self._inputs:
-                constants.append((option.label, number))
+        numbers = enumerate(zip(now.options, now.numbers, strict=True))
+        constants = [(option.label, number) for at, (option, number) in numbers if at not in self._inputs]
         inputs = [*map(now.numbers.__getitem__, self._given)]
         equal = [inputs.index(number) if number else -1 for number in inputs]
         had = [had for at, had in enumerate(now.had_gradient) if at in self._reads]
