@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_training import counted, layers, rows
-from torch import nn
-from torch.nn import functional as F
+from small_training import Classifier, counted, rows
 from torch.utils.data import DataLoader
 
 from xla_amp import xla_model as xm
@@ -28,24 +26,16 @@ from transformers import Trainer, TrainingArguments  # noqa: E402
 BATCH = 8  # of all processes together
 
 
-class Net(nn.Module):
-    """A classifier with the forward pass that the Trainer calls; rank 0's weights are everybody's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(xm.get_ordinal())
-        self.body = layers()
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.body(x)
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+def network() -> Classifier:
+    torch.manual_seed(xm.get_ordinal())  # rank 0's weights are everybody's
+    return Classifier()
 
 
 def train_accelerate(folder: Path, precision: str, accumulate: int = 1) -> dict[str, Any]:
     accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=accumulate)
     world = accelerator.num_processes
     set_seed(0)
-    model = Net()
+    model = network()
     loader = DataLoader(rows(64), BATCH // world)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99 ** (step / world))
@@ -117,11 +107,11 @@ def train_trainer(folder: Path, precision: str) -> dict[str, Any]:
         precision: True,
     }
     place = folder / f"trainer-{precision}-{world}"
-    trainer = Bad(Net(), TrainingArguments(str(place), **arguments), train_dataset=data, eval_dataset=data)
+    trainer = Bad(network(), TrainingArguments(str(place), **arguments), train_dataset=data, eval_dataset=data)
     trainer.train()
     weights = [p.detach().cpu() for p in trainer.model.parameters()]
     predicted = trainer.predict(data)
-    again = Bad(Net(), TrainingArguments(str(place), **arguments), train_dataset=data, eval_dataset=data)
+    again = Bad(network(), TrainingArguments(str(place), **arguments), train_dataset=data, eval_dataset=data)
     again.train(resume_from_checkpoint=str(place / "checkpoint-12"))
     return {
         "world": (trainer.args.world_size, trainer.args.process_index, trainer.is_world_process_zero()),

@@ -58,6 +58,8 @@ class Net(lightning.LightningModule):
 
 
 class Counts(lightning.Callback):
+    """Executions, host syncs and compilations of each epoch's training steps."""
+
     def __init__(self) -> None:
         self.found: list[tuple[int, int, int]] = []
 

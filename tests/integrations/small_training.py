@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import xla_amp
@@ -22,6 +23,18 @@ def rows(count: int, bad: int | None = None) -> TensorDataset:
 def layers(dropout: float = 0.0) -> nn.Sequential:
     between = [nn.Dropout(dropout)] if dropout else []
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), *between, nn.Linear(16, 3))
+
+
+class Classifier(nn.Module):
+    """Those layers with the forward pass that transformers' Trainer calls."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.body = layers(dropout)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.body(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
 def counted() -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import forked
 import pytest
 import torch
-from small_training import BAD, check_monitor, counted, layers, rows
+from small_training import BAD, Classifier, check_monitor, counted, layers, rows
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, SequentialSampler
@@ -186,16 +186,6 @@ def test_the_policy_decides(tmp_path: Path) -> None:
 # ---- Trainer ---------------------------------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.body(x)
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
 class Counts(TrainerCallback):
     """Executions, host syncs and compilations of each epoch's steps."""
 
@@ -233,9 +223,9 @@ def trainer(model: Any, folder: Path, rows: Any = ROWS, kind: Any = Trainer, **o
     return kind(model, arguments, **rest)
 
 
-def net(dropout: float = 0.0) -> Net:
+def net(dropout: float = 0.0) -> Classifier:
     torch.manual_seed(0)
-    return Net(dropout)
+    return Classifier(dropout)
 
 
 def logged(made: Any, name: str = "loss") -> list[float]:
@@ -319,7 +309,7 @@ def test_an_overflow_is_skipped_and_the_scale_is_in_the_logs(tmp_path: Path) -> 
     assert made.args.logging_nan_inf_filter is True
 
 
-class Outputs(Net):
+class Outputs(Classifier):
     """Returns what models of transformers return."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -489,7 +479,7 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(precision: str, tmp_path: 
     whole = trainer(net(0.5), tmp_path, **options)
     whole.train()
     torch.manual_seed(5)
-    resumed = trainer(Net(0.5), tmp_path, **options)
+    resumed = trainer(Classifier(0.5), tmp_path, **options)
     resumed.train(resume_from_checkpoint=tmp_path / "checkpoint-11")
     assert logged(resumed) == logged(whole)
     assert all(map(torch.equal, *([p.cpu() for p in made.model.parameters()] for made in (whole, resumed))))

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from small_training import BAD, check_monitor, counted, layers, rows
+from small_training import BAD, check_monitor, layers, rows
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 lightning = pytest.importorskip("lightning", reason="the extra `lightning`")
 
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar  # noqa: E402
+from lightning_program import Counts  # noqa: E402
 
 import xla_amp  # noqa: E402
 from xla_amp.errors import DeviceError  # noqa: E402
@@ -88,20 +89,6 @@ def test_losses_are_those_of_lightning_on_the_cpu(precision: str, dtype: torch.d
         assert (losses(model) - losses(expected)).abs().max() > 0
 
 
-class Counts(lightning.Callback):
-    """Executions and host syncs of each epoch's training steps, without the first two epochs."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[int, int, int]] = []
-
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        counted()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if index == len(trainer.train_dataloader) - 1 and trainer.current_epoch >= 2:
-            self.found.append(counted())
-
-
 @pytest.mark.parametrize(
     ("options", "executions"),
     [
@@ -115,7 +102,7 @@ class Counts(lightning.Callback):
 def test_a_step_is_one_executable_without_syncs(options: dict[str, Any], executions: int, record: Any) -> None:
     counts = Counts()
     trainer(max_epochs=4, callbacks=[counts], enable_checkpointing=False, **options).fit(net(0.1), loader(), loader(3))
-    assert [found[:2] for found in counts.found] == [(executions, 0)] * 2
+    assert [found[:2] for found in counts.found[2:]] == [(executions, 0)] * 2
     assert counts.found[-1][2] == 0
     steps = 8 // options.get("accumulate_grad_batches", 1)
     record("Lightning", options["precision"], counts.found[-1], steps)
@@ -151,8 +138,8 @@ def test_a_progress_bar_reads_only_when_it_is_drawn() -> None:
     counts = Counts()
     callbacks = [counts, TQDMProgressBar(refresh_rate=4)]
     options = {"callbacks": callbacks, "enable_progress_bar": True, "enable_checkpointing": False, "max_epochs": 4}
-    trainer(precision="bf16-mixed", **options).fit(net(), loader())
-    assert [syncs for _, syncs, _ in counts.found] == [2, 2]
+    trainer(precision="bf16-mixed", **options).fit(net(), loader(), loader(3))
+    assert [syncs for _, syncs, _ in counts.found[2:]] == [3, 3]  # the loss, twice, and that of the last epoch
 
 
 def test_the_monitor_has_each_optimizer_step_of_each_training() -> None:
