@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import hlo_text
 import jax_autocast
 import pytest
 import targets
@@ -37,3 +38,13 @@ def test_on_h100_every_product_is_low_and_weights_get_float32(compiled, name):
     assert {dtypes[:2] for dtypes in ours} == {("bfloat16", "bfloat16")}
     assert sum(ours.values()) == sum(wide.values()) == 20
     assert ours["bfloat16", "bfloat16", "float32"] == 6  # q, k, v, out, two dense layers
+
+
+def test_on_h100_a_gradient_that_a_product_reads_is_written_low_only(compiled):
+    def written(name):
+        entry = compiled("h100", name).hlo.partition("\nENTRY ")[2]
+        made = [each for each in hlo_text.instructions(entry) if each.operation == "fusion"]
+        return sum("f32[8,256,2048]" in each.type.replace("bf16", "") for each in made)
+
+    assert written("autocast(loss)") == 1  # gelu's tanh, which the backward pass reads
+    assert written("float32") > 1

@@ -177,3 +177,22 @@ def test_hessian_times_a_vector(name, mode):
     expected, _ = ravel_pytree(jax.jit(lambda p: product(loss, p, direction))(parameters))
     given, _ = ravel_pytree(jax.jit(run)(parameters))
     assert float(jnp.linalg.norm(given - expected) / jnp.linalg.norm(expected)) < 0.02
+
+
+def test_a_gradient_that_a_product_reads_is_stored_low_on_a_gpu():
+    # XLA:GPU would write the float32 number before the rounding for the gradient of the bias, and the low one as well.
+    x, w, b = array(8, 16), array(16, 32), array(32)
+
+    def loss(w, b, x):
+        return jax.nn.gelu(x @ w + b).sum()
+
+    run = jax.jit(jax.grad(autocast(loss, dtype="bfloat16"), (0, 1)))
+    barriers = {}
+    for platform in ("tpu", "cuda", "rocm"):
+        text = run.trace(w, b, x).lower(lowering_platforms=(platform,)).as_text()
+        barriers[platform] = [
+            line for line in text.splitlines() if "optimization_barrier" in line and "8x32xbf16" in line
+        ]
+    assert [*map(len, barriers.values())] == [0, 1, 1], barriers
+    forward = jax.jit(autocast(loss, dtype="bfloat16")).trace(w, b, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "optimization_barrier" not in forward  # of the values, none: they may stay in a fusion

@@ -95,6 +95,34 @@ def _copy() -> Primitive:
     return copy
 
 
+def with_stored_gradient(value: Any) -> Any:
+    """`value`, whose gradient is written to memory in its dtype before anything reads it, on a GPU.
+
+    XLA:GPU computes what follows a rounding, such as the sum that is the gradient of a bias, from the float32 number
+    before it.  If a product reads the rounded one, both are written.
+    """
+    return _stored().bind(value, gradient=False)
+
+
+@functools.cache
+def _stored() -> Primitive:
+    def transpose(cotangent: Any, value: Any, *, gradient: bool) -> list[Any]:
+        return [cotangent if isinstance(cotangent, ad.Zero) else stored.bind(cotangent, gradient=True)]
+
+    def emit(value: Any, *, gradient: bool, on_gpu: bool = False) -> Any:
+        return lax.optimization_barrier(value) if gradient and on_gpu else value
+
+    stored = Primitive("stored")
+    stored.def_impl(emit)
+    stored.def_abstract_eval(lambda aval, *, gradient: aval)
+    ad.deflinear2(stored, transpose)
+    batching.defvectorized(stored)
+    mlir.register_lowering(stored, mlir.lower_fun(emit, multiple_results=False))
+    on_gpu = functools.partial(emit, on_gpu=True)
+    mlir.register_lowering(stored, mlir.lower_fun(on_gpu, multiple_results=False), platform="gpu")
+    return stored
+
+
 @functools.cache
 def _with_gradient() -> Primitive:
     """(copy, master) -> the copy, which has the master's gradient, rounded."""
