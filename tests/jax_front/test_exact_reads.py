@@ -278,3 +278,57 @@ def test_solvers_of_libraries() -> None:
     exact = jax.grad(total)(W)
     for gradient in (jax.grad(autocast(total, dtype="bfloat16")), autocast(jax.grad(total), dtype="bfloat16")):
         np.testing.assert_allclose(gradient(W), exact, rtol=1e-3, atol=1e-5)
+
+
+def _pooled(x: Any) -> Any:
+    return lax.reduce_window(x, -jnp.inf, lax.max, (3, 3), (2, 2), "SAME")
+
+
+POOLED: dict[str, tuple[Any, str]] = {
+    "one product reads it": (lambda h, w: (_pooled(h) @ w).sum(), "bf16"),
+    "two products, of which one moves and picks elements": (
+        lambda h, w: (_pooled(h) @ w).sum() + (jnp.maximum(_pooled(h), 0).T[:, :2].T @ w).sum(),
+        "bf16 bf16",
+    ),
+    "a product in a function": (
+        lambda h, w: jax.jit(lambda a: jax.checkpoint(lambda b: b @ w)(a))(_pooled(h)).sum(),
+        "bf16",
+    ),
+    "the caller reads it, too": (lambda h, w: (lambda p: ((p @ w).sum(), p))(_pooled(h)), "f32"),
+    "a residual stream": (lambda h, w: (lambda p: (p + p @ w).sum())(_pooled(h)), "f32"),
+    "compared with what was pooled": (
+        lambda h, w: (jnp.where(_pooled(h)[:, :1] == h[:1, :1], 1, 0.5) @ w[:1]).sum(),
+        "f32",
+    ),
+    "what was pooled is read, too": (lambda h, w: (_pooled(h) @ w).sum() + h.sum(), "f32"),
+    "a product that asks for float32": (lambda h, w: jnp.matmul(_pooled(h), w, precision="highest").sum(), "f32"),
+}
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_what_is_pooled_for_products_only_is_rounded_first(name: str) -> None:
+    function, dtypes = POOLED[name]
+    x, w = (jax.random.normal(jax.random.key(i), (16, 8 + 8 * i)) for i in range(2))
+    square = jax.random.normal(jax.random.key(2), (8, 8))
+
+    def program(x: Any, w: Any) -> Any:
+        return function(jnp.exp(x @ w), square)
+
+    def dtypes_of(**settings: Any) -> str:
+        text = str(jax.make_jaxpr(autocast(program, dtype="bfloat16", **settings))(x.T, w))
+        return " ".join(line.split(":")[1].split("[")[0] for line in text.splitlines() if "= reduce_window_max" in line)
+
+    assert dtypes_of() == dtypes
+    assert "bf16" not in dtypes_of(rules={"max_pool1d": "fp32"})
+    assert "bf16" not in dtypes_of(rules={"matmul": "fp32"})
+
+
+def test_rounding_before_a_maximum_changes_no_bit() -> None:
+    x, w = (jax.random.normal(jax.random.key(i), (16, 16)) for i in range(2))
+
+    def program(x: Any, w: Any, also: bool) -> Any:
+        pooled = _pooled(jnp.exp(x @ w))
+        return pooled @ w[:8], pooled if also else 0
+
+    run = jax.jit(autocast(program, dtype="bfloat16"), static_argnums=2)
+    np.testing.assert_array_equal(run(x, w, False)[0], run(x, w, True)[0])

@@ -23,7 +23,14 @@ from xla_amp.common.types import Cast
 from xla_amp.jax import compat, rebind
 from xla_amp.jax.analysis import composite_runs, float32_regions
 from xla_amp.jax.analysis.exact_reads import exact_values
-from xla_amp.jax.analysis.jaxprs import Node, gradient_outputs, nodes, residual_additions, residual_outputs
+from xla_amp.jax.analysis.jaxprs import (
+    Node,
+    gradient_outputs,
+    nodes,
+    residual_additions,
+    residual_outputs,
+    rounded_first,
+)
 from xla_amp.jax.analysis.optimizer_part import follows_gradients
 from xla_amp.jax.decisions import (
     F32,
@@ -146,7 +153,12 @@ class Interpreter:
             eqn, process = jaxpr.eqns[index], self._as_decided
             if not equations[index].decided:
                 flags = tuple(map(wide.__contains__, eqn.outvars))
-                process = functools.partial(self.process, f32_outputs=flags, after_gradients=index in optimizer)
+                process = functools.partial(
+                    self.process,
+                    f32_outputs=flags,
+                    after_gradients=index in optimizer,
+                    rounds_first=equations[index].row.rounded_first and eqn.outvars[0] in rounded_first(jaxpr, policy),
+                )
             rebind.run((eqn,), environment, process, _read)
         return [_read(environment, atom) for atom in jaxpr.outvars]
 
@@ -289,12 +301,18 @@ class Interpreter:
         return list(map(inside, rebind.bind_as_written(eqn, self.cast_to_avals(operands, avals_of(eqn)))))
 
     def process(
-        self, eqn: Any, operands: list[Value], *, f32_outputs: FloatResults = None, after_gradients: bool = False
+        self,
+        eqn: Any,
+        operands: list[Value],
+        *,
+        f32_outputs: FloatResults = None,
+        after_gradients: bool = False,
+        rounds_first: bool = False,
     ) -> list[Value]:
         """Binds the primitive of an equation under autocast and returns its results.
 
         `f32_outputs`: for each result, whether it stays float32; `after_gradients`: whether the equation belongs to the
-        optimizer of a training step.
+        optimizer of a training step; `rounds_first`: whether its operand is rounded in place of its result.
         """
         primitive, params = eqn.primitive, eqn.params
         row = info(primitive.name)
@@ -340,6 +358,8 @@ class Interpreter:
             low = self.settings.low
             if not self.streams.isdisjoint(eqn.outvars) and low in map(dtype_of, arrays_of(operands)):
                 operands, told = [inside(self.casts.cast(value, low)) for value in operands], _RESIDUAL
+            elif rounds_first and decision.rule is None:
+                operands, told = [inside(self.casts.cast(value, low)) for value in operands], _PICKED
             used, params = self._cast(row, decision, operands, weak, eqn)
             if row.indexed_by and not self.backward and float32_regions.reads_again(eqn) and dtype_of(used[0]) == low:
                 read = [self.casts.cast(operands[0], F32), *used[1:]]  # gradients of one element add up in float32
@@ -538,6 +558,7 @@ def _recomputed(function: Callable[..., list[Any]], operands: Sequence[Any]) -> 
 
 
 _NUMERICAL: Final = "a step of JAX's QR, samplers or special functions, which need float32"
+_PICKED: Final = "only products read it: its operand is rounded instead"
 _RESIDUAL: Final = "x + f(x): residual='low' lets it be low as f(x) is"
 
 

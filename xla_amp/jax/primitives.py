@@ -62,6 +62,9 @@ class PrimitiveInfo(NamedTuple):
     picks: bool = False
     """Whether it returns elements of its operands, or their negatives, or adds them up over devices: `exact` is asked
     of those that read its results.  So it is of data movement."""
+    rounded_first: bool = False
+    """Whether its operand is rounded where only products read its result, since it reads and writes all of memory: a
+    maximum of rounded values is the rounded maximum."""
     adds_devices: bool = False
     """Whether it, or its derivative, reduces over devices."""
     cheap: bool | None = None
@@ -161,6 +164,11 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
         picks=True,
     )
     | _row(None, "it picks elements of its operands", "concatenate", picks=True, cheap=True)
+    | _row(
+        None, "it picks an element of each window",
+        "reduce_window_max", "reduce_window_min",
+        picks=True, rounded_first=True,
+    )
     | _row("conversion", "the user asked for this dtype", "convert_element_type", passes_gradient=True)
     | _row("conversion", "the user asked for this precision", "reduce_precision")
     | _row(

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from xla_amp.jax import compat
-from xla_amp.jax.analysis.jaxprs import Node, has_backward, nodes, per_jaxpr
+from xla_amp.jax.analysis.jaxprs import Node, has_backward, nodes, per_jaxpr, rounded_first
 from xla_amp.jax.decisions import F32, LOW, decide, dtype_of, is_castable
 from xla_amp.jax.low_primitives import with_stored_gradient
 from xla_amp.jax.primitives import info, name_of
@@ -69,7 +69,8 @@ def candidates(jaxpr: Any, policy: Policy) -> Candidates:
         passing |= node.reads if passes else frozenset()
         for variable in node.reads if passes and node.row.kind is None else ():
             computing[variable].add(index)
-        if not _is_cheap(node):
+        rounds_first = node.row.rounded_first and node.eqn.outvars[0] in rounded_first(jaxpr, policy)
+        if rounds_first or not _is_cheap(node):
             stop, widening, later = index, False, set()
             continue
         if _widens(node, policy):

@@ -185,6 +185,36 @@ def contracted_arguments(jaxpr: Any, policy: Policy) -> tuple[bool, ...]:
 
 
 @per_jaxpr
+def rounded_first(jaxpr: Any, policy: Policy) -> frozenset[Any]:
+    """Results of primitives whose operand may be rounded instead, since only low-precision contractions read both."""
+    found = [node.eqn for node in nodes(jaxpr) if node.row.rounded_first]
+    only = _only_contracted(jaxpr, policy) if found else frozenset[Any]()
+    return frozenset(eqn.outvars[0] for eqn in found if only.issuperset((*eqn.outvars, *eqn.invars)))
+
+
+@per_jaxpr
+def _only_contracted(jaxpr: Any, policy: Policy) -> frozenset[Any]:
+    """The variables that only low-precision contractions read, also after their elements were moved or picked."""
+    others = set(compat.variables(jaxpr.outvars))
+    for node in reversed(nodes(jaxpr)):
+        eqn, kind = node.eqn, node.row.kind
+        if kind == "contraction" and runs_low(eqn, policy):
+            others.update(compat.variables(eqn.invars[2:]))
+        elif kind in ("call", "checkpoint"):
+            (inner,) = node.inside
+            flags = (var not in _only_contracted(inner, policy) for var in inner.invars)
+            others.update(compat.variables(itertools.compress(eqn.invars, flags)))
+        elif (
+            not others.isdisjoint(eqn.outvars)
+            or node.row.adds_devices
+            or not (node.row.picks or kind == "data_movement")
+        ):
+            others |= node.reads
+    made = {var for node in nodes(jaxpr) for var in node.eqn.outvars}
+    return frozenset(made.union(jaxpr.invars) - others)
+
+
+@per_jaxpr
 def selecting_outputs(jaxpr: Any) -> tuple[bool, ...]:
     """For each result of a jaxpr, whether its elements are 0 and 1, made from booleans inside."""
     made: set[Any] = set()
