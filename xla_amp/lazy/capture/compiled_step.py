@@ -137,11 +137,6 @@ class Capture:
             self._entries = compared  # the next call has most of these objects, too, which is seen faster
         return True
 
-    @property
-    def is_new(self) -> bool:
-        """Whether no call has been recorded for it."""
-        return self.last is None and self.replay is None
-
     def difference(self, now: Snapshot) -> str:
         """Why a call needs another capture."""
         changed = difference(self._entries, self._compared(now))
@@ -244,7 +239,7 @@ class Compiled(Generic[_Arguments, _Result]):
             base.select().device()
         before = self._snapshot(own, args, kwargs)
         capture = self._find(own, before)
-        if capture is not None and capture.is_new and own.state.find_schedules(before):
+        if capture and not (capture.last or capture.replay) and own.state.find_schedules(before):  # its first call
             own.cache.remove(capture)
             before = self._snapshot(own, args, kwargs)
             capture = self._find(own, before)

@@ -92,7 +92,10 @@ class Replay:
         try:
             execute.run_program(self._next_run(parameters, computed, numbers))
         finally:
-            bound = {at: make(origin) for at, origin in self._bindings.items() if origin is not None}
+            bound = dict[int, torch.Tensor]()
+            for at, origin in self._bindings.items():
+                if origin is not None:
+                    bound[at] = make(origin)
             for at in data:  # also one that another one gets
                 bound[at] = tensor_io.new_view(bound[at], *view(bound[at]))
             for at, tensor in bound.items():

@@ -58,6 +58,8 @@ class _Objects(Reading):
         self.options: list[Option] = []
         self._places: tuple[list[Any], list[str]] = [], []
         """Groups, and which of their options are numbers or tuples of them."""
+        self.numbers: list[float] = []
+        """The options, as they were when this was last found to be current."""
         self._has_tuples = False
         self.objects.update(given)
         known = set[int]()
@@ -77,15 +79,11 @@ class _Objects(Reading):
         """Whether reading `given` now would find the same."""
         return self._given == list(given) and self.is_current()
 
-    def numbers(self) -> list[float]:
-        """The options, as they were when this was last found to be current."""
-        return [*map(float, self._numbers)]
-
     def _now(self) -> Iterator[Any]:
-        values = self._numbers = [*map(getitem, *self._places)]
+        values = self.numbers = [*map(getitem, *self._places)]
         if self._has_tuples:
-            self._numbers = [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
-        return itertools.chain(map(type, values + self._numbers), super()._now())
+            self.numbers = [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
+        return itertools.chain(map(type, values + self.numbers), super()._now())
 
     def _sizes(self) -> list[Any]:
         return [RemovableHandle.next_id, *super()._sizes()]  # how many hooks were ever registered
@@ -204,9 +202,9 @@ class Snapshot:
         shared = objects.shared, _shared(others, len(objects.buffers), {**objects.firsts})
         self.buffers: list[Buffer | None] = [*given.buffers, *named.buffers, *objects.buffers, *of_gradients]
         """By position: of `tensors`, then of `gradients`."""
-        self.repeated = self.by_label("repeated")
+        self.repeated = {**given.repeated, **named.repeated, **objects.repeated}
         """Objects on the host by label, each with the method that a replay calls."""
-        self.options, self.numbers = objects.options, objects.numbers()
+        self.options, self.numbers = objects.options, [*map(float, objects.numbers)]
         hooks = filter(None, itertools.chain.from_iterable(map(_hooks, self.parameters)))
         derived = [
             ("which parameters require a gradient", [*map(_requires_grad, self.parameters)]),
@@ -218,7 +216,7 @@ class Snapshot:
         """In parts, as those of names and objects are mostly the same lists."""
 
     def by_label(self, what: str) -> dict[str, Any]:
-        """The `repeated`, `counts` or `owners` of its readings."""
+        """The `counts` or `owners` of its readings."""
         return {label: each for reading in reversed(self._readings) for label, each in getattr(reading, what).items()}
 
     def at(self, position: int) -> tuple[torch.Tensor | None, str, Slot]:

@@ -119,7 +119,8 @@ class Reading:
         """Ends the pass."""
         self._plain = [*map(itemgetter(0), self.tensors)]
         self.buffers: list[Buffer] = [*map(_buffer, map(_storage, self._plain))]
-        self.parameters = {id(each): each for each in self._plain if _may_have_gradient(each)}
+        found = [*filter(_may_have_gradient, self._plain)]
+        self.parameters = dict(zip(map(id, found), found, strict=True))
 
     def keep(self) -> None:
         """Remembers what is there, for `is_current`."""
