@@ -47,7 +47,7 @@ from xla_amp.jax.decisions import (
     request,
     where,
 )
-from xla_amp.jax.low_primitives import contract_low, described
+from xla_amp.jax.low_primitives import contract_low, described, with_stored_gradient
 from xla_amp.jax.primitives import PrimitiveInfo, info, name_of
 from xla_amp.jax.value_info import CastCache, Facts, Value, arrays_of, cast, inside, outside, sum_of
 from xla_amp.policy import Decision, effects, op_catalog
@@ -206,7 +206,7 @@ class Interpreter:
         """
         values = {float32_regions.name(atom): _read(environment, atom) for atom in region.reads}
         arrays = {k: v for k, v in values.items() if isinstance(v.array, jax.Array) or np.ndim(v.array)}
-        given = arrays_of(arrays.values())
+        given = [with_stored_gradient(v.array) if v.facts.biased else v.array for v in arrays.values()]
         avals = list(map(jax.typeof, given))
         eqns = [jaxpr.eqns[number] for number in region.members]
 

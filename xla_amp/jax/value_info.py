@@ -41,6 +41,8 @@ class Facts(NamedTuple):
     """The low dtype from which the program widened it; empty if it did not."""
     axes: beside_low.Axes = ()
     """Where it varies as a weight, or as the product of one (`xla_amp.analysis.beside_low`)."""
+    biased: bool = False
+    """Whether it is the low sum of a product and a bias: a product and a sum read its gradient."""
 
 
 NOTHING = Facts()
@@ -146,7 +148,7 @@ class CastCache:
         axes = beside_low.axes_after(
             known.axes, np.shape(source.array), np.shape(result), order=order, places=places, weight=known.weight
         )
-        facts = Facts(constant=known.constant, selects=known.selects, widened=known.widened, axes=axes)
+        facts = known._replace(weight=False, axes=axes)
         if not known.weight or result.dtype != source.array.dtype:
             return Value(result, facts)
         return Value(result, facts._replace(weight=True), Move(primitive, params, source, tuple(rest)))
@@ -253,7 +255,7 @@ def sum_of(values: Sequence[Value], result: Any) -> Value:
     products = [v.facts.axes for v in values if v.facts.axes and not v.facts.weight]
     if not products or dtype_of(result) == F32:
         return inside(result)
-    return Value(result, Facts(axes=beside_low.axes_of_sum(products)))
+    return Value(result, Facts(axes=beside_low.axes_of_sum(products), biased=any(v.facts.weight for v in values)))
 
 
 def magnitude(value: Any) -> float | None:

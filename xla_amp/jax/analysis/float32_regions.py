@@ -20,7 +20,6 @@ from jax.extend.core import jaxpr_as_fun
 from xla_amp.jax import compat
 from xla_amp.jax.analysis.jaxprs import Node, has_backward, nodes, per_jaxpr, rounded_first
 from xla_amp.jax.decisions import F32, LOW, decide, dtype_of, is_castable
-from xla_amp.jax.low_primitives import with_stored_gradient
 from xla_amp.jax.primitives import info, name_of
 from xla_amp.jax.value_info import cast
 from xla_amp.policy import Policy, effects, op_catalog
@@ -257,8 +256,7 @@ def _make(
 
     def float32_region(*arguments: Any) -> list[Any]:
         dtypes = [aval.dtype for aval in chosen.in_avals]
-        stored = [with_stored_gradient(each) if each.dtype in LOW else each for each in arguments]
-        return list(jaxpr_as_fun(chosen)(*map(cast, stored, dtypes)))
+        return list(jaxpr_as_fun(chosen)(*map(cast, arguments, dtypes)))
 
     # XLA sees both computations, and may keep a value after all where that is faster; a loop saves the arguments.
     region = jax.jit(jax.checkpoint(float32_region, prevent_cse=False))
