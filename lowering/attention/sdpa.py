@@ -119,3 +119,57 @@ def attention_backward(
     )
     gradients = form_of(call).backward(call, grad, output, logsumexp, wanted[3])
     return tuple(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
+
+
+@register("_scaled_dot_product_flash_attention_for_cpu", takes=(Permuted,))
+def attention_of_cpu(
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *,
+    attn_mask: Operand | None = None,
+    scale: float | None = None,
+    platform: str,
+    partitioned: bool = False,
+) -> tuple[jax.Array | None, ...]:
+    """(output, logsumexp) of the operation that torch's CPU computes attention with, without dropout."""
+    given = query, key, value, attn_mask, 0.0, causal
+    return attention(*given, scale=scale, platform=platform, partitioned=partitioned)[:2]
+
+
+@register("_scaled_dot_product_flash_attention_for_cpu_backward", takes=(Permuted,))
+def attention_of_cpu_backward(
+    grad: Operand,
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    output: Operand,
+    logsumexp: Operand,
+    dropout: float,
+    causal: bool,
+    *,
+    attn_mask: Operand | None = None,
+    scale: float | None = None,
+    platform: str,
+    partitioned: bool = False,
+) -> tuple[jax.Array | None, ...]:
+    """Gradients of query, key and value."""
+    given = (
+        grad,
+        query,
+        key,
+        value,
+        attn_mask,
+        [True, True, True, False],
+        output,
+        logsumexp,
+        None,
+        None,
+        0,
+        0,
+        0.0,
+        causal,
+    )
+    return attention_backward(*given, None, None, scale=scale, platform=platform, partitioned=partitioned)[:3]
