@@ -25,6 +25,9 @@ _GROUPS: Mapping[str, tuple[torch.dtype, ...]] = {
 }
 _PROMOTED = ("self", "other", "exponent")
 """Arguments whose Python numbers take part in promotion."""
+_OLD = torch.__version__ < "2.14"
+_LACKING: type[Exception] = RuntimeError if _OLD else NotImplementedError
+"""What some kernels raise for a dtype that they lack; since torch 2.14 it is what the others raise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,21 +189,24 @@ RULES: Sequence[ArgumentRule] = (
         "integral",
         "im2col linalg_solve_triangular max_pool2d_with_indices_backward max_unpool2d max_unpool3d round.decimals",
     ),
-    _without("bool", "hardtanh relu", error=RuntimeError),
+    _without("bool", "hardtanh relu soft_margin_loss", error=_LACKING),
     _without("bool complex", "argmax argmin isin topk", error=RuntimeError),
     _without("bool integral", "addcdiv linalg_matrix_exp renorm std std_mean var var_mean", error=RuntimeError),
     _without(
         "bool integral complex",
-        "_embedding_bag_forward_only cauchy complex exponential frexp multinomial polar soft_margin_loss",
+        "_embedding_bag_forward_only _scaled_dot_product_flash_attention_for_cpu cauchy complex exponential frexp "
+        "multinomial polar soft_margin_loss",
         error=RuntimeError,
     ),
     _without(
         "complex",
-        "_fft_r2c fmax fmin heaviside max maximum min minimum nansum normal.Tensor_Tensor sort",
+        "fmax fmin heaviside max maximum min minimum nansum normal.Tensor_Tensor sort",
         error=RuntimeError,
     ),
+    _without("complex", "_fft_r2c", error=RuntimeError if _OLD else TypeError),
     _without("integral", "embedding_renorm", error=RuntimeError),
-    _without("bfloat16", "_fft_r2c complex", error=RuntimeError),
+    _without("bfloat16", "complex", error=RuntimeError),
+    _without("bfloat16", "_fft_r2c", error=_LACKING),
     _without("bool", "cumprod cumsum", "dtype"),
     _without("bool complex", "arange", "dtype"),
     _without("bool integral", "normal", "dtype"),
@@ -333,6 +339,7 @@ RULES: Sequence[ArgumentRule] = (
         "one number of bins for each column",
         lambda x, bins: len(bins) == x.shape[-1],
     ),
+    ArgumentRule("_scaled_dot_product_flash_attention_for_cpu", "dropout_p", "0, as on the CPU", lambda p: p == 0),
     # Numbers that are constants of the program; `EACH_CALL` has the others.
     ArgumentRule(
         "linalg_lstsq",
@@ -435,7 +442,7 @@ def check(operator: Any, arguments: Mapping[str, Any]) -> None:
         arguments: by name, without ``out``.
 
     Raises:
-        IndexError, NotImplementedError, RuntimeError: they break a rule of `RULES`.
+        IndexError, NotImplementedError, RuntimeError, TypeError: they break a rule of `RULES`.
     """
     name: str = operator._schema.name.removeprefix("aten::").removesuffix("_overrideable")
     name = name if name.endswith("__") else name.removesuffix("_")
