@@ -26,6 +26,7 @@ _SEND = "all_gather, of which each process takes the part that it wants"
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
         "gather_": "all_gather, which gives every process all parts",
+        "gather_into_tensor_": "all_gather_into_tensor, which gives every process all parts",
         "monitored_barrier_": "barrier",
         "recv_": _SEND,
         "recv_any_source_": _SEND,
