@@ -88,5 +88,7 @@ def test_a_place_may_be_given_and_filters_work():
         events.warn("unseen")
     assert [str(each.message) for each in caught] == ["once a line", "there"]
     assert (caught[1].filename, caught[1].lineno) == ("model.py", 7)
-    with pytest.raises(errors.XlaAmpWarning, match="raised"):
-        events.warn("raised")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(errors.XlaAmpWarning, match="raised"):
+            events.warn("raised")

@@ -64,7 +64,8 @@ def _of_cluster() -> Process | None:
     try:
         found = private_api.cluster(timeout)
     except Exception as error:  # an unexpected form of a cluster's variables
-        raise EngineError(f"JAX could not read where this process is in its cluster: {error}. {_WAYS_OUT}") from error
+        reason = str(error).rstrip(".")
+        raise EngineError(f"JAX could not read where this process is in its cluster: {reason}. {_WAYS_OUT}") from error
     task = config.task()
     if found is None and task is not None:
         name, rank, count = task
