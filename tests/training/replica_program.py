@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing.util
 import random
 import re
+import time
 
 import torch
 import torch.nn.functional as F
@@ -185,3 +188,13 @@ def end(rank, world):
         raise RuntimeError("this one has had enough")
     torch.ones(2, device=device).sum().item()
     xm.rendezvous("never")
+
+
+def late(rank, world):
+    """Process 1 ends after the other, in a child without its parent's exit handlers, as Python 3.13 forks it."""
+    atexit._clear()
+    atexit.register(multiprocessing.util._exit_function)
+    device = xla_amp.xla_device()
+    if rank == 1:
+        atexit.register(time.sleep, 2)
+    return xm.all_reduce("sum", torch.ones(2, device=device)).tolist()

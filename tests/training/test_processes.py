@@ -191,6 +191,10 @@ def test_processes_with_another_new_program_are_named_before_it_runs(own_policy)
     assert "is the end (3 results) on process 0, the end (4 results) on process 1" in first["results"]
 
 
+def test_a_forked_process_waits_at_its_end_for_the_others():
+    assert scenarios.run(PROGRAM, "late") == {"late": [[2.0, 2.0]] * 2}
+
+
 @pytest.mark.full
 def test_when_one_raises_the_others_end_and_the_error_has_its_number(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_AMP_TIMEOUT", "60")

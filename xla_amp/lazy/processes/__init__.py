@@ -10,10 +10,12 @@ import atexit
 import collections
 import json
 import logging
+import multiprocessing
 import os
 import socket
 import sys
 from collections.abc import Sequence
+from multiprocessing.util import Finalize
 
 import jax
 
@@ -28,6 +30,7 @@ from xla_amp.lazy.processes.collectives import collective as collective
 _HEARTBEAT = 100
 """Seconds, at most, after which JAX's coordinator takes a silent process for dead: JAX's default."""
 
+_IMPORTED_BY = os.getpid()
 _rendezvous_counts: collections.Counter[str] = collections.Counter()
 
 
@@ -50,7 +53,12 @@ def join() -> None:
     if process.store is None:
         mine = json.dumps(consistency.settings(process)).encode()
         consistency.compare_settings(process, rendezvous("the start of the device", mine))
-    atexit.register(_leave)  # runs before JAX's exit handler, which is registered already
+    if multiprocessing.parent_process() is not None and os.getpid() != _IMPORTED_BY:
+        # A child that `multiprocessing` forks has lost JAX's exit handler (Python 3.13), or runs none (before).
+        Finalize(None, _leave, exitpriority=1)
+        Finalize(None, private_api.exit_function(), exitpriority=0)
+    else:
+        atexit.register(_leave)  # runs before JAX's exit handler, which is registered already
 
 
 def _connect(process: config.Process) -> None:
@@ -84,7 +92,9 @@ def fail(error: BaseException) -> None:
 
 def _leave() -> None:
     """Exit handler.  JAX's own would wait for the other processes, which may wait in a program for one that failed."""
-    process, failure = cluster.place(), _failure or getattr(sys, "last_value", None)
+    process, failure = cluster.place(), _failure or getattr(sys, "last_value", None) or sys.exception()
+    if isinstance(failure, SystemExit) and not failure.code:
+        failure = None
     assert process is not None  # noqa: S101  (`join`)
     reason = "has ended" if failure is None else f"has failed ({type(failure).__name__}: {failure})"
     consistency.leave(process, reason)
