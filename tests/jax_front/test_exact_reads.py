@@ -27,7 +27,7 @@ EXACT: dict[str, Any] = {
     "equal to a number": lambda m: (m @ m.T) == 751,
     "a number of another function": lambda m: jax.jit(lambda a, most: a > most)(m @ m.T, 750.3),
     "above an argument": lambda m: (m @ m.T) > 1000 * m[1, 0] - 249.5,
-    "a rounded count, in a product": lambda m: (jnp.round(m @ m.T) - 700) @ jnp.eye(2),
+    "a rounded count, in a product": lambda m: jnp.tile(jnp.round(m @ m.T) - 700, 3) @ jnp.tile(jnp.eye(2), (3, 1)),
     "floor": lambda m: jnp.floor(m @ m.T),
     "sorted": lambda m: jnp.sort((m @ m.T).ravel()),
     "argmax": lambda m: jnp.argmax(jnp.stack([m[:, :750] @ m.T[:750], m @ m.T])[:, 0, 0]),
