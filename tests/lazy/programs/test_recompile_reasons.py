@@ -100,6 +100,14 @@ DIFFERENCES: dict[str, tuple[Callable[[torch.Tensor, int], torch.Tensor], str]] 
         lambda x, i: torch.sub(*(x.sin(), x.cos())[:: 1 - 2 * i]),
         r"sub.Tensor\(float32\[3,37\], float32\[3,37\].*\) -> float32\[3,37\] of other values than before at ",
     ),
+    "other values of many": (
+        lambda x, i: torch.cat([*[x] * 8, *(x.sin(), x.cos())[:: 1 - 2 * i]]),
+        r" cat\((float32\[3,37\], ){6}4 more, dim=0\) -> float32\[30,37\] of other values than before at ",
+    ),
+    "other shapes of many": (
+        lambda x, i: torch.cat([*[x] * 8, *(x.sin(), x[:2].cos())[:: 1 - 2 * i]]),
+        r" cat\((float32\[3,37\], ){6}4 more, dim=0\) -> float32\[29,37\] of other dtypes or shapes than before at ",
+    ),
     "shape": (lambda x, i: x.new_ones(3 + i), r"-> float32\[4\], .* -> float32\[3\] before"),
 }
 

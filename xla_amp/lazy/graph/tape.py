@@ -7,7 +7,8 @@ draws from, and the numbers of the values that it reads.  Values are numbered in
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from xla_amp.lazy.graph.trace import Instruction, Spec, instruction_of, trace
@@ -45,11 +46,15 @@ class Node(NamedTuple):
 
     def __str__(self) -> str:
         """Its name, inputs, constants and results: ``"sum.dim_IntList(%4, dim=[0]) -> float32[3]"``."""
+        return self.text("%{}".format, sys.maxsize)
+
+    def text(self, value: Callable[[int], str], most: int) -> str:
+        """The same with `value` of each input's number; of more than `most` inputs, or results, only the first."""
         instruction = self.instruction
-        outs = ", ".join(map(str, instruction.outs))
+        outs = ", ".join(_first(most, map(str, instruction.outs)))
         if self.is_parameter:
             return f"input {outs}"
-        inputs = ["None" if number < 0 else f"%{number}" for number in self.inputs]
+        inputs = _first(most, ("None" if number < 0 else value(number) for number in self.inputs))
         constants = [f"{name}={value!r}" for name, value in instruction.constants.items()]
         data = [f"{instruction.ints} integers as data"] if instruction.ints else []
         return f"{instruction.name}({', '.join(inputs + constants + data)}) -> {outs}"
@@ -95,6 +100,11 @@ def nodes(code: Sequence[int], begin: Position = BEGIN) -> Iterator[Node]:
         floats += instruction.floats
         ints += instruction.ints
         position = end
+
+
+def _first(most: int, texts: Iterable[str]) -> list[str]:
+    shown = list(texts)
+    return shown if len(shown) <= most else [*shown[:most], f"{len(shown) - most} more"]
 
 
 class Tape:

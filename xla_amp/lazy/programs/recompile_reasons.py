@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import linecache
 import logging
-import re
+import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 _COMPARED = 8
 """Programs of a line among which a new one is compared with those of its step."""
+_SHOWN = 6
+"""Inputs, and results, of an operation that a reason shows: an optimizer's has one for each parameter."""
 PATIENCE = 6
 """Programs of one step and line at which it warns.  A loop has up to three: first step, others, smaller last batch."""
 _ADVICE = (
@@ -186,7 +188,7 @@ def _reason(before: Sequence[XlaProgram], new: XlaProgram) -> str:
         where = value.instruction.location
         others = f", and {len(numbers) - 1} more" if len(numbers) > 1 else ""
         return (
-            f"after the step {_text(value, tape.specs())}{where and ' at '}{where}{others}, is "
+            f"after the step {_text(value, tape.specs())[0]}{where and ' at '}{where}{others}, is "
             f"{'still' if more else 'no longer'} alive: a list that grows, or gradients that are not dropped?"
         )
     return "another tensor shares the memory of an input, or an array is laid out otherwise over a mesh"
@@ -204,11 +206,13 @@ def difference(old: Sequence[int], new: Sequence[int]) -> str | None:
     for position, (a, b) in enumerate(itertools.zip_longest(before, after)):
         if a is None or b is None:
             known, specs = (b, after.specs()) if a is None else (a, before.specs())
-            return f"{_text(known, specs)} at the end is {'new' if a is None else 'missing'}{count}"
+            return f"{_text(known, specs)[0]} at the end is {'new' if a is None else 'missing'}{count}"
         if a.instruction is b.instruction and (*a.draw, *a.inputs) == (*b.draw, *b.inputs):
             continue
-        is_, was = _text(b, after.specs()), _text(a, before.specs())
-        change = f"{is_}, {was} before" if is_ != was else f"{is_} of other values than before"
+        (is_, whole), (was, whole_before) = _text(b, after.specs()), _text(a, before.specs())
+        change = f"{is_}, {was} before"
+        if is_ == was:
+            change = f"{is_} of other {'values' if whole == whole_before else 'dtypes or shapes'} than before"
         reader = b if not b.is_parameter else next((node for node in after if b.first in node.inputs), b)
         read = "" if reader is b else f", read by {reader.instruction.name}"
         place = "" if reader.is_parameter else reader.instruction.location
@@ -216,9 +220,7 @@ def difference(old: Sequence[int], new: Sequence[int]) -> str | None:
     return None
 
 
-def _text(node: Node, specs: Sequence[Spec | None]) -> str:
-    """An operation as ``str`` gives it, with dtypes and shapes in place of the numbers of values."""
-    text = str(node)
-    for number in {each for each in node.inputs if each >= 0}:
-        text = re.sub(rf"%{number}\b", str(specs[number]), text)
-    return text
+def _text(node: Node, specs: Sequence[Spec | None]) -> tuple[str, str]:
+    """An operation with dtypes and shapes in place of the numbers of values: for people, and whole."""
+    short, whole = (node.text(lambda number: str(specs[number]), most) for most in (_SHOWN, sys.maxsize))
+    return short, whole
