@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing.util
 import random
 import re
 import time
@@ -193,7 +192,6 @@ def end(rank, world):
 def late(rank, world):
     """Process 1 ends after the other, in a child without its parent's exit handlers, as Python 3.13 forks it."""
     atexit._clear()
-    atexit.register(multiprocessing.util._exit_function)
     device = xla_amp.xla_device()
     if rank == 1:
         atexit.register(time.sleep, 2)

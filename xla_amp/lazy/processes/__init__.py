@@ -15,7 +15,6 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from multiprocessing.util import Finalize
 
 import jax
 
@@ -54,11 +53,9 @@ def join() -> None:
         mine = json.dumps(consistency.settings(process)).encode()
         consistency.compare_settings(process, rendezvous("the start of the device", mine))
     if multiprocessing.parent_process() is not None and os.getpid() != _IMPORTED_BY:
-        # A child that `multiprocessing` forks has lost JAX's exit handler (Python 3.13), or runs none (before).
-        Finalize(None, _leave, exitpriority=1)
-        Finalize(None, private_api.exit_function(), exitpriority=0)
-    else:
-        atexit.register(_leave)  # runs before JAX's exit handler, which is registered already
+        # A child that `multiprocessing` forks has lost its parent's handlers since Python 3.13 (before, it runs none).
+        atexit.register(private_api.exit_function())
+    atexit.register(_leave)  # runs before JAX's exit handler
 
 
 def _connect(process: config.Process) -> None:
@@ -92,9 +89,7 @@ def fail(error: BaseException) -> None:
 
 def _leave() -> None:
     """Exit handler.  JAX's own would wait for the other processes, which may wait in a program for one that failed."""
-    process, failure = cluster.place(), _failure or getattr(sys, "last_value", None) or sys.exception()
-    if isinstance(failure, SystemExit) and not failure.code:
-        failure = None
+    process, failure = cluster.place(), _failure or getattr(sys, "last_value", None)
     assert process is not None  # noqa: S101  (`join`)
     reason = "has ended" if failure is None else f"has failed ({type(failure).__name__}: {failure})"
     consistency.leave(process, reason)
