@@ -498,3 +498,18 @@ def test_a_small_tpu_has_room_for_the_widest_and_the_oddest_features(dtype, feat
     compiled = compile_for(targets.lower(step, *arrays, target="v5e"), "v5e")
     assert 0 < compiled.bytes_accessed < 1 << 28
     assert "1024,1024" not in compiled.hlo
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_operation_of_torchs_cpu(causal: bool):
+    """It has its arguments in another order, and its mask is not differentiated."""
+    names = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"
+    forward, backward = (lowering_of(name).function for name in names)
+    *operands, grad = made(jnp.float64, 2, 4, 2, 6, 7, 8, 5)
+    bias = None if causal else jnp.asarray(RNG.uniform(-1, 1, (6, 7)))
+    options = {"attn_mask": bias, "scale": 0.3, "platform": "cpu"}
+    output, logsumexp = forward(*operands, 0.0, causal, **options)
+    gradients = backward(grad, *operands, output, logsumexp, 0.0, causal, **options)
+    got = {"output": output, "logsumexp": logsumexp, **dict(zip(("query", "key", "value"), gradients, strict=True))}
+    want = exact([*operands, grad], bias, causal, 0.3)
+    agree(got, {name: want[name] for name in got}, TOLERANCES[jnp.float64])
