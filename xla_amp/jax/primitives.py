@@ -274,8 +274,8 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
         "dot_product_attention_fp8_bwd_wrapper", "dot_product_attention_fp8_fwd",
         "dot_product_attention_fp8_fwd_wrapper", "dot_product_attention_fwd",
         "dot_product_attention_fwd_wrapper", "jaxpr_call", "log_extend", "log_read", "masked_load",
-        "masked_swap", "mpmd_map", "new_box", "new_log", "remat_opt", "run_scoped", "scaled_matmul",
-        "scaled_matmul_wrapper", "stage", "xla_metadata_call",
+        "masked_swap", "mpmd_map", "new_box", "new_log", "program_order", "remat_opt", "run_scoped",
+        "scaled_matmul", "scaled_matmul_wrapper", "stage", "xla_metadata_call",
         opaque=True,
     )
     | _row(
