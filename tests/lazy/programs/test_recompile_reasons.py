@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import re
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -209,6 +211,21 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def compile_for(seconds: float, *, stores: bool = True) -> None:
     with executables.compiling(3117, "train.py:212", stores=stores):
         time.sleep(seconds)
+
+
+def test_a_program_compiles_where_python_starts_no_thread(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the end of the interpreter in Python 3.12, where an exit handler may read a value."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    x = torch.arange(3.0).to(device)
+    execute.clear_programs()
+    for module, name in ((threading.Thread, "start"), (_thread, "start_new_thread")):
+        monkeypatch.setattr(module, name, refuse)
+    assert (x.cosh() + 0.25).tolist() == pytest.approx([1.25, 1.7930806, 4.0121958])
 
 
 @pytest.mark.full

@@ -303,7 +303,11 @@ def _traceback(operation: str, location: str) -> Any:
     outer = _function_at(str(lowering), 1, f"aten::{operation}")
     made: queue.SimpleQueue[Any] = queue.SimpleQueue()
     # JAX offers no way but to read a stack; that of a new thread has no other frames.
-    _thread.start_new_thread(outer, (inner, xla_client.Traceback.get_traceback, made.put))
+    call = inner, xla_client.Traceback.get_traceback, made.put
+    try:
+        _thread.start_new_thread(outer, call)
+    except RuntimeError:  # the interpreter ends, when Python 3.12 starts no thread
+        outer(*call)
     return made.get()
 
 

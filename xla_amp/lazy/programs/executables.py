@@ -78,7 +78,10 @@ def compiling(operations: int, location: str, *, stores: bool, why: Callable[[],
     timer.daemon = True
     begin = time.monotonic()
     if shown:
-        timer.start()
+        try:
+            timer.start()
+        except RuntimeError:  # the interpreter ends, when Python 3.12 starts no thread
+            shown = False
     try:
         yield
     finally:
