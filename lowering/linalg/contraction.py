@@ -55,6 +55,10 @@ def precision(dtype: Any) -> lax.Precision | None:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
+_SOME_FAIL = jax.__version_info__ < (0, 10, 2)
+"""Whether XLA has no kernel for some gradients' products in bfloat16 on a CPU without AMX: they are computed wide."""
+
+
 def contract(
     left: Operand,
     right: Operand,
@@ -81,7 +85,9 @@ def contract(
     half = is_half(left.dtype)
     if half and platform == "cpu" and left.ndim == right.ndim == len(left_batch) + 2:
         rows = left_contracting == (left.ndim - 1,)
-        if left.dtype == jnp.bfloat16 and rows and not hardware.processor().multiplies_bfloat16:
+        cpu = hardware.processor()
+        fails = _SOME_FAIL and "amx_bf16" not in cpu.flags
+        if left.dtype == jnp.bfloat16 and (not cpu.multiplies_bfloat16 if rows else fails):
             left, right = up(left), up(right)
         else:
             left, left_contracting = _contracted_last(left, left_contracting[0], left_batch)

@@ -198,6 +198,7 @@ def test_bfloat16_operands_are_widened_for_a_cpu_without_units(
 ) -> None:
     flags = frozenset({"avx512_bf16"} if has_units else ())
     monkeypatch.setattr(hardware, "processor", lambda: hardware.Processor("a CPU", 2, flags))
+    monkeypatch.setattr(contraction, "_SOME_FAIL", False)
     x, y = (jax.random.normal(jax.random.key(seed), (64, 64), jnp.bfloat16) for seed in range(2))
     exact = np.asarray(x, float) @ np.asarray(y, float)
     for right in (y, Permuted(y.T, (1, 0))):
@@ -211,6 +212,18 @@ def test_bfloat16_operands_are_widened_for_a_cpu_without_units(
     assert "(tensor<64x64xbf16>, tensor<64x64xbf16>)" in hlo(Permuted(x, (1, 0)), y, platform="cpu")
     half = jnp.zeros((64, 64), jnp.float16)  # has kernels nowhere: the same form
     assert "(tensor<64x64xf16>, tensor<64x64xf16>)" in hlo(half, half, platform="cpu")
+
+
+@pytest.mark.parametrize(("flags", "low"), [({"avx512_bf16"}, False), ({"avx512_bf16", "amx_bf16"}, True)])
+def test_gradients_of_weights_are_wide_where_xla_has_no_kernel(
+    flags: set[str], low: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA of JAX 0.10.0 ended with an error in training steps on CPUs without AMX."""
+    monkeypatch.setattr(hardware, "processor", lambda: hardware.Processor("a CPU", 2, frozenset(flags)))
+    monkeypatch.setattr(contraction, "_SOME_FAIL", True)
+    x, y = (jax.random.normal(jax.random.key(seed), (64, 64), jnp.bfloat16) for seed in range(2))
+    assert ("(tensor<64x64xbf16>, tensor<64x64xbf16>)" in hlo(Permuted(x, (1, 0)), y, platform="cpu")) == low
+    assert "(tensor<64x64xbf16>, tensor<64x64xbf16>)" in hlo(x, y, platform="cpu")
 
 
 def test_float16_results_keep_their_range() -> None:
