@@ -188,7 +188,7 @@ def _reason(before: Sequence[XlaProgram], new: XlaProgram) -> str:
         where = value.instruction.location
         others = f", and {len(numbers) - 1} more" if len(numbers) > 1 else ""
         return (
-            f"after the step {_text(value, tape.specs())[0]}{where and ' at '}{where}{others}, is "
+            f"after the step {_text(value, tape.specs())}{where and ' at '}{where}{others}, is "
             f"{'still' if more else 'no longer'} alive: a list that grows, or gradients that are not dropped?"
         )
     return "another tensor shares the memory of an input, or an array is laid out otherwise over a mesh"
@@ -206,13 +206,14 @@ def difference(old: Sequence[int], new: Sequence[int]) -> str | None:
     for position, (a, b) in enumerate(itertools.zip_longest(before, after)):
         if a is None or b is None:
             known, specs = (b, after.specs()) if a is None else (a, before.specs())
-            return f"{_text(known, specs)[0]} at the end is {'new' if a is None else 'missing'}{count}"
+            return f"{_text(known, specs)} at the end is {'new' if a is None else 'missing'}{count}"
         if a.instruction is b.instruction and (*a.draw, *a.inputs) == (*b.draw, *b.inputs):
             continue
-        (is_, whole), (was, whole_before) = _text(b, after.specs()), _text(a, before.specs())
+        is_, was = _text(b, after.specs()), _text(a, before.specs())
         change = f"{is_}, {was} before"
         if is_ == was:
-            change = f"{is_} of other {'values' if whole == whole_before else 'dtypes or shapes'} than before"
+            same = _text(b, after.specs(), sys.maxsize) == _text(a, before.specs(), sys.maxsize)
+            change = f"{is_} of other {'values' if same else 'dtypes or shapes'} than before"
         reader = b if not b.is_parameter else next((node for node in after if b.first in node.inputs), b)
         read = "" if reader is b else f", read by {reader.instruction.name}"
         place = "" if reader.is_parameter else reader.instruction.location
@@ -220,7 +221,6 @@ def difference(old: Sequence[int], new: Sequence[int]) -> str | None:
     return None
 
 
-def _text(node: Node, specs: Sequence[Spec | None]) -> tuple[str, str]:
-    """An operation with dtypes and shapes in place of the numbers of values: for people, and whole."""
-    short, whole = (node.text(lambda number: str(specs[number]), most) for most in (_SHOWN, sys.maxsize))
-    return short, whole
+def _text(node: Node, specs: Sequence[Spec | None], most: int = _SHOWN) -> str:
+    """An operation with dtypes and shapes in place of the numbers of values; of many inputs the `most` first."""
+    return node.text(lambda number: str(specs[number]), most)
