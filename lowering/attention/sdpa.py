@@ -156,20 +156,7 @@ def attention_of_cpu_backward(
     partitioned: bool = False,
 ) -> tuple[jax.Array | None, ...]:
     """Gradients of query, key and value."""
-    given = (
-        grad,
-        query,
-        key,
-        value,
-        attn_mask,
-        [True, True, True, False],
-        output,
-        logsumexp,
-        None,
-        None,
-        0,
-        0,
-        0.0,
-        causal,
-    )
-    return attention_backward(*given, None, None, scale=scale, platform=platform, partitioned=partitioned)[:3]
+    operands, wanted = (grad, query, key, value, attn_mask), [True, True, True, False]
+    saved, options = (output, logsumexp, None, None), (0, 0, 0.0, causal, None, None)
+    given = *operands, wanted, *saved, *options
+    return attention_backward(*given, scale=scale, platform=platform, partitioned=partitioned)[:3]
